@@ -1,0 +1,22 @@
+# Two commands for a fresh machine: `make reproduce` and `make test`. Both make .venv first when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PRESET ?= quick
+
+.PHONY: reproduce test clean
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,notebooks]'
+	touch $@
+
+reproduce: $(VENV)/ready
+	$(BIN)/python -m experiments.reproduce --preset $(PRESET)
+
+test: $(VENV)/ready
+	$(BIN)/python -m mechkv models pull smollm2-135m gemma3-270m
+	$(BIN)/python -m pytest -m 'not gpu or gpu' -n 2
+
+clean:
+	rm -rf $(VENV)
