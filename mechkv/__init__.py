@@ -14,10 +14,10 @@ _WHERE = {
     "load_model": "models",
     "from_hf": "models",
     "recast": "models",
-    "record": "record",
-    "RunRecord": "record",
-    "compare": "compare",
-    "Difference": "compare",
+    "record": "recording",
+    "RunRecord": "recording",
+    "compare": "comparison",
+    "Difference": "comparison",
     "decode": "paths",
     "lockstep": "paths",
     "DriftConfig": "drift",
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from mechkv.compare import Difference, compare
+    from mechkv.comparison import Difference, compare
     from mechkv.drift import DriftConfig, DriftProfile, drift_profile
     from mechkv.models import from_hf, load_model, recast
     from mechkv.paths import decode, lockstep
-    from mechkv.record import RunRecord, record
+    from mechkv.recording import RunRecord, record
 
 
 def __getattr__(name: str) -> Any:
