@@ -141,7 +141,7 @@ def from_hf(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     hf_model.eval()
     if not hf_model.config.architectures:
         hf_model.config.architectures = [type(hf_model).__name__]
-    return admit(_boot(hf_model, _reloaded(tokenizer), "in memory"), source="in memory", dtype=floating[0])
+    return admit(_boot(hf_model, tokenizer, "in memory"), source="in memory", dtype=floating[0])
 
 
 def admit(
@@ -297,15 +297,6 @@ def _guarded(load, name: str, how: str):
         ) from error
 
 
-def _reloaded(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """TransformerLens re-creates the tokenizer from its folder, so one made in memory needs a folder."""
-    if tokenizer is None:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return AutoTokenizer.from_pretrained(folder)
-
-
 def _boot(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> TransformerBridge:
     if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise ModelError(
@@ -321,7 +312,10 @@ def _boot(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, nam
             model.set_attn_implementation("eager")
             return bridge
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        return TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=tokenizer, dtype=dtype)
+        with tempfile.TemporaryDirectory() as folder:  # booting creates the tokenizer again from its folder
+            tokenizer.save_pretrained(folder)
+            saved = AutoTokenizer.from_pretrained(folder)
+            return TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=saved, dtype=dtype)
     except (ValueError, KeyError, NotImplementedError, AttributeError) as error:
         raise ModelError(
             "TransformerLens cannot wrap this model",

@@ -3,13 +3,10 @@
 Axis sizes differ from each other, so that a swapped axis cannot pass, and layers never alias.
 """
 
-import tempfile
-
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -20,7 +17,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -82,19 +79,14 @@ def tiny_hf(
     return model.eval()
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerBase:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Words w0 .. w97, <s> = 98, </s> = 99, <unk> = 100."""
     words = {**{f"w{i}": i for i in range(98)}, "<s>": 98, "</s>": 99, "<unk>": 100}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    from transformers import PreTrainedTokenizerFast
-
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        fast.save_pretrained(folder)
-        return AutoTokenizer.from_pretrained(folder)
 
 
 def tiny_bridge(family: str = "llama-gqa", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
