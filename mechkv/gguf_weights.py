@@ -133,6 +133,11 @@ def _load(alone: Path, shown: str) -> tuple[Any, Any]:
 def _check_weights(model: Any, gguf_path: Path) -> None:
     import torch
 
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{gguf_path.name}: the loaded model", got="weights still packed in blocks", expected="dense weights",
+            remedy="Install a transformers version within mechkv's requirements.",
+        )  # fmt: skip
     for name, parameter in model.named_parameters():
         dense = type(parameter) is torch.nn.Parameter and parameter.layout == torch.strided
         if not dense or parameter.dtype != torch.float32:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from mechkv import gguf_weights
 from mechkv.errors import ModelError
-from mechkv.gguf_weights import PROBE_SENTENCE, convert_gguf
+from mechkv.gguf_weights import PROBE_SENTENCE, convert_gguf, read_header
 
 # Sizes that cannot be taken for one another; rows are multiples of 32, the block length of Q8_0.
 D_MODEL, N_LAYERS, N_HEADS, N_KV, D_HEAD, D_MLP, CONTEXT, ROPE_BASE = 96, 3, 6, 2, 16, 160, 77, 5000.0
@@ -200,6 +201,41 @@ def test_rotary_scaling_that_would_be_lost_is_refused(llama, tmp_path, header, e
     path = write_gguf(tmp_path / "x.gguf", llama, extra=extra, **header)
     with pytest.raises(ModelError, match=r"yarn|per-frequency|rope_freqs"):
         convert_gguf(path, tmp_path / "model")
+
+
+def swap(tokens: list[str], first: str, second: str) -> list[str]:
+    other = {first: second, second: first}
+    return [other.get(token, token) for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"llama.block_count": N_LAYERS + 1}, "num_hidden_layers"),
+        ({"llama.attention.head_count_kv": N_HEADS}, "num_key_value_heads"),
+        ({"llama.rope.freq_base": 1e4}, "rope_theta"),
+        ({"llama.attention.layer_norm_rms_epsilon": 1e-6}, "rms_norm_eps"),
+        ({"tokenizer.ggml.bos_token_id": 2}, "bos id"),
+        ({"tokenizer.ggml.tokens": swap(VOCABULARY, "q", "z")}, "tokens"),
+    ],
+)
+def test_a_model_that_is_not_what_the_header_says_is_refused(llama, tmp_path, monkeypatch, edit, message):
+    """The loader's reading of the file is held against the header; here the header disagrees in one place."""
+    path = write_gguf(tmp_path / "x.gguf", llama)
+    header = {**read_header(path), **edit}
+    monkeypatch.setattr(gguf_weights, "read_header", lambda path: header)
+    with pytest.raises(ModelError, match=message):
+        convert_gguf(path, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_loader_that_leaves_blocks_packed_is_refused(llama, tmp_path, monkeypatch):
+    import transformers
+
+    packed = transformers.GgufConfig
+    monkeypatch.setattr(transformers, "GgufConfig", lambda dequantize: packed(dequantize=False))
+    with pytest.raises(ModelError, match="still packed"):
+        convert_gguf(write_gguf(tmp_path / "x.gguf", llama, quant="Q8_0"), tmp_path / "model")
 
 
 def test_other_and_damaged_files_are_refused(llama, tmp_path):
