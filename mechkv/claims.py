@@ -32,7 +32,7 @@ CLAIMS: dict[str, Claim] = {
             "C1",
             "Cached and cache-free decoding produce different tokens under greedy, top-k and top-p decoding alike.",
             "100 % of prompts, 9 of 9 conditions",
-            "Three rates apart (prompts, aligned positions, teacher-forced flips); common random numbers when sampling.",
+            "Three rates apart (prompts, aligned positions, teacher-forced flips); common random numbers.",
         ),
         Claim(
             "C2",
@@ -48,8 +48,8 @@ CLAIMS: dict[str, Claim] = {
         ),
         Claim(
             "C4",
-            "Grouped-query models diverge sharply at the first layer; a larger head dimension and a sliding window give "
-            "uniform accumulation.",
+            "Grouped-query models diverge sharply at the first layer; a larger head dimension and a sliding window "
+            "give uniform accumulation.",
             "three models compared",
             "Twins of one model that compute the same function, one cause changed at a time.",
         ),
