@@ -23,7 +23,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.cache import KVState
-from mechkv.errors import GuardError, InputError, NonFiniteError
+from mechkv.errors import GuardError, InputError
 
 if TYPE_CHECKING:
     from mechkv.paths import Step
@@ -217,32 +217,3 @@ def _check_same(a: "Step", b: "Step", what: str, name: str, log: GuardLog) -> No
                 "model between calls, or another thread changing the thread count.",
             )
     log[name] += 1
-
-
-def non_finite(path: str, step: int, dtype: torch.dtype, seen: Mapping[str, tuple[Tensor, ...]]) -> NonFiniteError:
-    """The error for a step whose logits are not finite: the first layer and site, and the largest value before it.
-
-    Args:
-        path: Path of the step.
-        step: Its number.
-        dtype: Dtype of the logits.
-        seen: Site -> one value per layer, sites in the order of computation within a block.
-    """
-    largest, where = 0.0, "logits"
-    for layer, site in [(layer, site) for layer in range(len(next(iter(seen.values())))) for site in seen]:
-        value = seen[site][layer]
-        finite = torch.isfinite(value)
-        if not finite.all():
-            where = f"{site} of layer {layer} ({int((~finite).sum())} of {finite.numel()} values)"
-            break
-        largest = max(largest, float(value.abs().max()))
-    limit = torch.finfo(dtype).max
-    overflow = dtype == torch.float16 and largest > limit / 100
-    return NonFiniteError(
-        f"the {path} path is not finite at step {step}",
-        got=f"NaN or infinity first at {where}; the largest finite value before it is {largest:.3g}",
-        expected=f"finite values ({dtype} ends at {limit:.3g})",
-        remedy="The model overflows float16: load it with dtype='bfloat16' (or 'float32')."
-        if overflow
-        else "Look at the mask and the weights: this is not a matter of range alone.",
-    )

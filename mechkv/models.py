@@ -379,11 +379,8 @@ def _check_causal(model: TransformerBridge) -> None:
 
 def _describe(model: TransformerBridge, source: str, dtype: torch.dtype, attention: str, weights: str) -> ModelInfo:
     cfg, config = model.cfg, guards.text_config(model)
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * cfg.n_layers
-    )
     window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding" if window else "full"] * cfg.n_layers
     return ModelInfo(
         source=source,
         family=str(cfg.architecture),

@@ -27,10 +27,11 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import guards
 from mechkv.cache import KVState, Rows, StateCache
-from mechkv.errors import InputError, NonFiniteError
+from mechkv.errors import InputError
 from mechkv.guards import GuardLog
+from mechkv.nonfinite import locate_non_finite
 from mechkv.policies import Forced, Noted, TokenPolicy
-from mechkv.sites import CACHE_SITES, Tap, resolve, supported
+from mechkv.sites import CACHE_SITES, Tap, resolve
 
 Path = Literal["cached", "recomputed"]
 RowsKept = Literal["new", "all"]
@@ -76,6 +77,7 @@ class Step:
         activations: Site (or hook name) -> one tensor per layer (one tensor in all for a hook name).
         kv_before: The KV state that this pass attended to (empty on the recomputed path).
         kv: The KV state after this pass.
+        n_new: How many of the tokens are new in this step.
     """
 
     index: int
@@ -86,6 +88,7 @@ class Step:
     activations: Mapping[str, tuple[Tensor, ...]]
     kv_before: KVState
     kv: KVState
+    n_new: int
 
 
 class PathRunner:
@@ -162,8 +165,12 @@ class PathRunner:
             )
         step = self._forward(tokens, start_state, index, n_before)
         if not torch.isfinite(step.logits).all():
-            raise _locate_non_finite(self, step, n_before)
+            raise locate_non_finite(self, step)
         return step
+
+    def unchecked(self, step: Step) -> Step:
+        """The same pass again, whether its logits are finite or not."""
+        return self._forward(step.tokens, step.kv_before, step.index, len(step.tokens) - step.n_new)
 
     def _forward(self, tokens: Tensor, start_state: KVState, index: int, n_before: int) -> Step:
         now = _Pass(index, start_state.n_tokens, n_before, len(tokens))
@@ -187,6 +194,7 @@ class PathRunner:
             activations=self._collect(now),
             kv_before=start_state,
             kv=after,
+            n_new=len(tokens) - n_before,
         )
 
     def _attach(self, tap: Tap, body) -> None:
@@ -369,12 +377,3 @@ def lockstep(
     finally:
         cached.close()
         recomputed.close()
-
-
-def _locate_non_finite(runner: PathRunner, step: Step, n_before: int) -> NonFiniteError:
-    """Does the step once more, recording the residual stream, to find the first layer and site that is not finite."""
-    wanted = supported(runner.model, ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"])
-    probe = PathRunner(runner.model, runner.path, sites=wanted, rows="all", interventions=runner.interventions)
-    with probe:
-        seen = probe._forward(step.tokens, step.kv_before, step.index, n_before).activations
-    return guards.non_finite(runner.path, step.index, step.logits.dtype, {site: seen[site] for site in wanted})
