@@ -7,11 +7,10 @@ about a large one, and a claim that was not measured is listed as such.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from mechkv.errors import InputError
 
-Verdict = Literal["reproduced", "partly", "not reproduced", "not testable here", "not measured"]
 VERDICTS: tuple[str, ...] = ("reproduced", "partly", "not reproduced", "not testable here", "not measured")
 
 
@@ -86,7 +85,7 @@ class Finding:
     """
 
     claim: str
-    verdict: Verdict
+    verdict: str
     ours: str
     controls: str
     model: str
