@@ -11,6 +11,7 @@ and rotation, before attention reads them. `update` makes new tensors, so a stat
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor
@@ -29,14 +30,14 @@ class KVState:
     """The KV cache after some tokens.
 
     Attributes:
-        keys: Per layer `[n_kv, pos, d_head]`, after rotation.
+        keys: Per layer `[n_kv, pos, d_head]`, after rotation; as many rows as the layer keeps.
         values: Per layer `[n_kv, pos, d_head]`.
         n_tokens: Tokens processed so far; the last row of every layer is at absolute position `n_tokens - 1`.
         n_prompt: Rows at positions below this have provenance `prefill`, the others `decode`.
     """
 
-    keys: tuple[Shaped[Tensor, "n_kv pos d_head"], ...]
-    values: tuple[Shaped[Tensor, "n_kv pos d_head"], ...]
+    keys: tuple[Shaped[Tensor, "n_kv _pos d_head"], ...]
+    values: tuple[Shaped[Tensor, "n_kv _pos d_head"], ...]
     n_tokens: int
     n_prompt: int
 
@@ -60,6 +61,8 @@ class KVState:
 
 class StateCache(DynamicCache):
     """A Hugging Face cache filled from a `KVState`; gives the next state back."""
+
+    layers: list[Any]
 
     def __init__(self, config: PretrainedConfig, state: KVState, edit: KVEdit | None = None) -> None:
         super().__init__(config=config)

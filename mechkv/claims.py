@@ -7,11 +7,10 @@ about a large one, and a claim that was not measured is listed as such.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from mechkv.errors import InputError
 
-Verdict = Literal["reproduced", "partly", "not reproduced", "not testable here", "not measured"]
 VERDICTS: tuple[str, ...] = ("reproduced", "partly", "not reproduced", "not testable here", "not measured")
 
 
@@ -32,7 +31,7 @@ CLAIMS: dict[str, Claim] = {
             "C1",
             "Cached and cache-free decoding produce different tokens under greedy, top-k and top-p decoding alike.",
             "100 % of prompts, 9 of 9 conditions",
-            "Three rates apart (prompts, aligned positions, teacher-forced flips); common random numbers when sampling.",
+            "Three rates apart (prompts, aligned positions, teacher-forced flips); common random numbers.",
         ),
         Claim(
             "C2",
@@ -48,8 +47,8 @@ CLAIMS: dict[str, Claim] = {
         ),
         Claim(
             "C4",
-            "Grouped-query models diverge sharply at the first layer; a larger head dimension and a sliding window give "
-            "uniform accumulation.",
+            "Grouped-query models diverge sharply at the first layer; a larger head dimension and a sliding window "
+            "give uniform accumulation.",
             "three models compared",
             "Twins of one model that compute the same function, one cause changed at a time.",
         ),
@@ -86,7 +85,7 @@ class Finding:
     """
 
     claim: str
-    verdict: Verdict
+    verdict: str
     ours: str
     controls: str
     model: str

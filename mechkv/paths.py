@@ -15,9 +15,9 @@ Controls: every pass runs the cache guards (`guards.check_cache`); a non-finite 
 `NonFiniteError`, which names the first layer and site that is not finite.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -51,6 +51,7 @@ class At:
     """Tokens processed before this step: positions from here on are the newest."""
 
 
+@runtime_checkable
 class Intervention(Protocol):
     """Changes values while a path runs; the engine is in `mechkv.patching`, the decode loop knows this much."""
 
@@ -109,7 +110,7 @@ class PathRunner:
         self.model, self.path, self.rows = model, path, rows
         self.log = GuardLog() if log is None else log
         self.interventions = tuple(interventions)
-        self._config = model.original_model.config
+        self._config: Any = model.original_model.config
         self._read = resolve(model, sites)
         self._write = resolve(model, [site for i in self.interventions for site in i.sites])
         self._edits_cache = any(site in CACHE_SITES for i in self.interventions for site in i.sites)
@@ -152,8 +153,9 @@ class PathRunner:
             InputError: Tokens of the wrong device, kind or range, or an intervention that returned the wrong shape.
         """
         n_new = len(tokens) - state.n_tokens if n_new is None else n_new
+        guards.check_tokens(self.model, tokens, n_new)
+        guards.check_no_autocast(tokens.device, self.log)
         n_before = len(tokens) - n_new
-        self._check_tokens(tokens, n_new)
         start_state = state if self.path == "cached" else KVState.empty(state.n_prompt)
         if self.path == "cached" and state.n_tokens != n_before:
             raise InputError(
@@ -176,14 +178,13 @@ class PathRunner:
         cache = StateCache(self._config, start_state, self._edit_cache if self._edits_cache else None)
         self._now = now
         try:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 fed = tokens[start_state.n_tokens :]
                 logits = self.model(fed[None], past_key_values=cache, logits_to_keep=1)[0, -1]
         finally:
             self._now = None
         after = cache.state(len(tokens))
-        if not self._edits_cache:
-            guards.check_cache(start_state, after, cache.visible, now.widths, self.log)
+        guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=self._edits_cache)
         kept_from = n_before if self.rows == "new" else start_state.n_tokens
         return Step(
             index=index,
@@ -198,13 +199,20 @@ class PathRunner:
         )
 
     def _attach(self, tap: Tap, body) -> None:
-        def hook(value: Tensor, hook: object) -> Tensor | None:
-            return None if self._now is None else body(tap, value, self._now)
+        def hook(tensor: Tensor, *, hook: object) -> Tensor | None:
+            return None if self._now is None else body(tap, tensor, self._now)
 
         self._handles.append((tap, tap.hook_point.add_hook(hook)))
 
     def _keep(self, tap: Tap, value: Tensor, now: "_Pass") -> None:
-        rows = value[0]
+        rows, n_fed = value[0], now.n_tokens - now.n_fed_from
+        if rows.shape[tap.pos_axis] != n_fed:
+            raise InputError(
+                f"{tap.key!r} does not hold one row for every token",
+                got=f"{list(value.shape)} where {n_fed} tokens were processed",
+                expected=f"{n_fed} rows along axis {tap.pos_axis % rows.ndim + 1}",
+                remedy="After the last block the model keeps one row: use 'logits', or a hook of ln_final.",
+            )
         if self.rows == "new":
             n_kept = now.n_tokens - now.n_before
             rows = rows.narrow(tap.pos_axis, rows.shape[tap.pos_axis] - n_kept, n_kept)
@@ -233,9 +241,9 @@ class PathRunner:
             if site not in intervention.sites:
                 continue
             given = value if current is None else current
-            version = given._version
+            version = None if given.is_inference() else given._version
             new = intervention(given, at)
-            if given._version != version:
+            if version is not None and given._version != version:
                 raise InputError(
                     f"an intervention changed {site} in place",
                     got=type(intervention).__name__,
@@ -268,24 +276,6 @@ class PathRunner:
             activations.setdefault(tap.key, []).append(now.kept[tap.key, tap.layer])
         return {key: tuple(values) for key, values in activations.items()}
 
-    def _check_tokens(self, tokens: Tensor, n_new: int) -> None:
-        cfg = self.model.cfg
-        device = self.model.original_model.get_input_embeddings().weight.device
-        vocabulary = self._config.get_text_config(decoder=True).vocab_size
-        limit = getattr(cfg, "n_ctx", None)
-        if tokens.device != device:
-            got, expected, remedy = tokens.device, device, "Move the tokens to the device of the embedding."
-        elif n_new < 1:
-            got, expected, remedy = f"{n_new} new tokens", "at least one", "Give a prompt of at least one token."
-        elif int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
-            got, expected = f"ids {int(tokens.min())}..{int(tokens.max())}", f"0..{vocabulary - 1}"
-            remedy = "The tokens come from another tokenizer."
-        elif limit and len(tokens) > limit:
-            got, expected, remedy = f"{len(tokens)} tokens", f"at most {limit}", "Shorten the prompt or decode less."
-        else:
-            return
-        raise InputError("these tokens cannot be processed", got=got, expected=expected, remedy=remedy)
-
 
 @dataclass
 class _Pass:
@@ -312,7 +302,7 @@ def decode(
     rows: RowsKept = "new",
     interventions: Sequence[Intervention] = (),
     log: GuardLog | None = None,
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """The decode loop: step 0 on the prompt, then at most `n_steps` further steps with the tokens that `policy` gives.
 
     Args:
@@ -329,8 +319,10 @@ def decode(
     Yields:
         `Step`s in order. Nothing is kept: a consumer that drops a step frees it.
     """
+    log = GuardLog() if log is None else log
     if n_steps < 0:
         raise InputError("too few steps", got=n_steps, expected="0 or more", remedy="Step 0 alone is n_steps=0.")
+    guards.check_model(model, None, log)
     tokens, state, n_new = prompt, KVState.empty(n_prompt=len(prompt)), len(prompt)
     with PathRunner(model, path, sites=sites, rows=rows, interventions=interventions, log=log) as runner:
         for index in range(n_steps + 1):
