@@ -15,7 +15,7 @@ an analysis can prove that its sources are as they were.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int, Shaped
@@ -42,6 +42,7 @@ class Held:
     sees_from: int = 0
 
 
+@runtime_checkable
 class Source(Protocol):
     """Gives the rows to write."""
 
