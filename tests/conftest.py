@@ -1,4 +1,4 @@
-"""Fixtures for all tests: nothing waits for a network, nothing that a test sets outlives it, tiny bridges are shared."""
+"""Fixtures: nothing waits for a network, nothing that a test sets outlives it, tiny bridges are shared."""
 
 import os
 

@@ -9,7 +9,9 @@ from mechkv.policies import Forced
 from tests.plain import N_PROMPT, N_STEPS
 from tests.tiny import tokens
 
-F64_FLOOR = 1e-6  # measured 0 .. 9e-16 here; float32 islands in eager "float64" may round apart elsewhere (1e-7 .. 1e-6)
+F64_FLOOR = (
+    1e-6  # measured 0 .. 9e-16 here; float32 islands in eager "float64" may round apart elsewhere (1e-7 .. 1e-6)
+)
 F32_FLOOR = 1e-5  # measured 2e-7 .. 9e-7
 FLOORS = {torch.float64: F64_FLOOR, torch.float32: F32_FLOOR}
 PLANTED = 1e-2  # a wrong position or a lost row: measured 0.08 .. 1.6

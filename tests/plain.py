@@ -40,8 +40,8 @@ def plain_recomputed(model: PreTrainedModel, fed: torch.Tensor, n_prompt: int) -
 
 def real_prompt(index: int) -> torch.Tensor:
     """Ordinary token ids of SmolLM2, of three lengths."""
-    drawn = torch.randint(1000, 40000, (24 + 9 * index + REAL_STEPS,), generator=torch.Generator().manual_seed(index))
-    return drawn
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(1000, 40000, (24 + 9 * index + REAL_STEPS,), generator=generator)
 
 
 def in_another_process(out: Path, kind: str, dtype: str, *names: str) -> dict[str, torch.Tensor]:

@@ -54,7 +54,10 @@ class ByHand:
         return x * scale * self.weights[f"{name}.weight"]
 
     def swiglu(self, block: str, x: Tensor) -> Tensor:
-        gate, up = x @ self.weights[f"{block}.mlp.gate_proj.weight"].T, x @ self.weights[f"{block}.mlp.up_proj.weight"].T
+        gate, up = (
+            x @ self.weights[f"{block}.mlp.gate_proj.weight"].T,
+            x @ self.weights[f"{block}.mlp.up_proj.weight"].T,
+        )
         return (gate / (1 + (-gate).exp()) * up) @ self.weights[f"{block}.mlp.down_proj.weight"].T
 
     def attention(self, layer: int, x: Tensor, n_old: int) -> Tensor:

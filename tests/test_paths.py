@@ -1,5 +1,7 @@
 """The decode loop: both paths are a plain Hugging Face loop, their drift is at the floor, and hooks come and go."""
 
+import itertools
+
 import pytest
 import torch
 from transformer_lens.hook_points import HookPoint
@@ -18,8 +20,8 @@ from tests.tiny import FAMILIES, VOCABULARY, tiny_bridge, tiny_hf, tokens
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 BY_HAND = 2e-6  # measured 1.1e-7 .. 6.3e-7: float32 islands (norms, softmax, rotary tables) in Hugging Face's float64
 SPLIT = ("phi3", "gpt2", "gpt-neox")
-"""TransformerLens splits the joint q/k/v projection of these and computes attention itself: bridged and plain model agree
-to rounding, not in bits (measured: float64 1e-15 for GPT-2, 8e-8 and 2e-7 for the others; float32 0 .. 9e-7)."""
+"""TransformerLens splits the joint q/k/v projection of these and computes attention itself: bridged and plain model
+agree to rounding, not in bits (measured: float64 1e-15 for GPT-2, 8e-8 and 2e-7 for the others; float32 0 .. 9e-7)."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -273,7 +275,7 @@ def test_a_state_of_other_tokens_is_refused(shared_bridge):
 def test_lockstep_walks_both_paths_over_the_cached_paths_greedy_tokens(shared_bridge):
     model, log = shared_bridge(), GuardLog()
     pairs = list(lockstep(model, FED[:5], policy=Greedy(), n_steps=6, log=log))
-    for (cached, recomputed), (later, _) in zip(pairs, pairs[1:], strict=False):
+    for (cached, recomputed), (later, _) in itertools.pairwise(pairs):
         assert torch.equal(cached.tokens, recomputed.tokens)
         assert int(later.tokens[-1]) == int(cached.logits.argmax())
     assert log["null_control"] == 1
@@ -290,7 +292,7 @@ def test_lockstep_refuses_paths_that_differ_on_the_prompt():
         return tensor + 1e-6 * len(calls)
 
     model.hook_dict["blocks.2.hook_mlp_out"].add_hook(nudge)
-    with pytest.raises(GuardError, match="differ on the prompt.*difference at step 0 in logits"):
+    with pytest.raises(GuardError, match=r"differ on the prompt.*difference at step 0 in logits"):
         next(lockstep(model, FED[:5], policy=Greedy(), n_steps=1))
 
 
