@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,6 +28,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogFormatterSciNotation, LogLocator, MaxNLocator
 
 from mechkv.errors import InputError
+
+Numbers: TypeAlias = Sequence[float] | Sequence[int] | np.ndarray | pd.Series
 
 COLUMN, DOUBLE = 3.35, 6.9
 """Width of one and of two columns in inches."""
@@ -136,7 +139,7 @@ class ZeroStrip:
     heights: tuple[float, ...]
     bottom: float
 
-    def mark(self, x: Sequence[float] | np.ndarray, look: Look, series: int = 0) -> Line2D:
+    def mark(self, x: Numbers, look: Look, series: int = 0) -> Line2D:
         """Hollow markers in the strip at `x`, for the zeros of one series."""
         (line,) = self.axes.plot(
             x,
@@ -152,7 +155,7 @@ class ZeroStrip:
         return line
 
 
-def zero_aware_log_axis(axes: Axes, values: Sequence[float] | np.ndarray, n_series: int = 1) -> ZeroStrip:
+def zero_aware_log_axis(axes: Axes, values: Numbers, n_series: int = 1) -> ZeroStrip:
     """Make the y axis logarithmic for `values`, with a strip for exact zeros below it where there are any.
 
     Args:
@@ -201,12 +204,12 @@ def _ticks(axes: Axes, low: float, high: float, floor: float, zeros: bool, any_p
 
 def draw_line(
     axes: Axes,
-    x: Sequence[float] | np.ndarray,
-    y: Sequence[float] | np.ndarray,
+    x: Numbers,
+    y: Numbers,
     look: Look,
     label: str,
     *,
-    band: tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray] | None = None,
+    band: tuple[Numbers, Numbers] | None = None,
     strip: ZeroStrip | None = None,
     series: int = 0,
 ) -> Line2D:
@@ -243,8 +246,21 @@ def note(axes: Axes, text: str) -> None:
     axes.plot([], [], linestyle="none", label=text, gid="note")
 
 
+def settle(figure: Figure) -> Figure:
+    """Fix the layout of a finished figure, so that every rendering of it is the same; returns the figure.
+
+    A constrained layout moves a little each time a figure is drawn. What is added afterwards is not made room for.
+    """
+    if figure.get_layout_engine() is not None:
+        with style():
+            figure.draw_without_rendering()
+            figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+    return figure
+
+
 def png(figure: Figure) -> bytes:
-    """The figure as PNG; the same figure gives the same bytes."""
+    """The figure as PNG; the same figure gives the same bytes (it is settled)."""
     return _render(figure, "png", {"Software": None})
 
 
@@ -257,6 +273,7 @@ def save(figure: Figure, path_stem: Path | str) -> list[Path]:
 
 def _render(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
     buffer = io.BytesIO()
+    settle(figure)
     with style():
         figure.savefig(buffer, format=kind, metadata=metadata)
     return buffer.getvalue()
