@@ -29,6 +29,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import DynamicCache
 
 from mechkv.drift_measure import DEFAULT_SITES, DriftConfig, profile_prompt
+from mechkv.guards import text_config
 from mechkv.models import load_model
 from mechkv.paths import decode
 from mechkv.policies import Forced
@@ -53,7 +54,7 @@ class Benchmark:
 
 def bare_cached(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> Tensor:
     """The bridge alone on a Hugging Face cache, teacher-forced."""
-    cache = DynamicCache(config=model.original_model.config)
+    cache = DynamicCache(config=text_config(model))
     with torch.no_grad():
         logits = model(tokens[None, :n_prompt], past_key_values=cache, logits_to_keep=1)
         for index in range(n_prompt, len(tokens)):
@@ -80,7 +81,7 @@ def recorded(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> list[ob
 
 def run_with_cache(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> None:
     """TransformerLens' own recording of everything, on the same steps."""
-    cache = DynamicCache(config=model.original_model.config)
+    cache = DynamicCache(config=text_config(model))
     with torch.no_grad():
         model.run_with_cache(tokens[None, :n_prompt], past_key_values=cache, logits_to_keep=1)
         for index in range(n_prompt, len(tokens)):
@@ -139,14 +140,11 @@ def memory_growth(settings: Benchmark) -> dict[str, float]:
 
 def help_seconds(repeats: int) -> list[dict[str, float]]:
     """`mechkv --help` and the import of the parser it is made with."""
-    commands = {"help": ["-m", "mechkv", "--help"], "tyro": ["-c", "import tyro"]}
-    return alternate(
-        {
-            name: lambda args=args: subprocess.run([sys.executable, *args], check=True, capture_output=True)
-            for name, args in commands.items()
-        },
-        repeats,
-    )
+
+    def run(*arguments: str) -> None:
+        subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+
+    return alternate({"help": lambda: run("-m", "mechkv", "--help"), "tyro": lambda: run("-c", "import tyro")}, repeats)
 
 
 def measure(settings: Benchmark) -> dict[str, object]:

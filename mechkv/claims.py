@@ -117,7 +117,14 @@ class ClaimsTable:
         for claim in CLAIMS.values():
             head = {"claim": claim.id, "says": claim.says, "paper": claim.number}
             found = [asdict(finding) for finding in self.findings if finding.claim == claim.id]
-            blank = {"verdict": "not measured", "ours": "", "controls": "", "model": "", "source": "", "note": ""}
+            blank: dict[str, Any] = {
+                "verdict": "not measured",
+                "ours": "",
+                "controls": "",
+                "model": "",
+                "source": "",
+                "note": "",
+            }
             blank |= {"value": None, "low": None, "high": None}
             rows += [finding | head for finding in found] or [blank | head]
         return rows

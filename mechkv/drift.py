@@ -21,6 +21,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv import provenance, storage
 from mechkv.drift_measure import METRICS, DriftConfig, PromptDrift, profile_prompt
 from mechkv.errors import InputError
+from mechkv.guards import input_device
 from mechkv.models import admit, info, recast
 from mechkv.runs import Piece, RunFolder
 from mechkv.sites import CACHE_SITES
@@ -201,7 +202,7 @@ def _tokens(
             remedy="Leave them out to feed the cached path's greedy tokens.",
         )
     n_new = config.n_steps if continuations is None else max(len(c) for c in continuations)
-    device = model.original_model.get_input_embeddings().weight.device
+    device = input_device(model)
     found = as_tokens(
         model.tokenizer,
         prompts,

@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiny import FAMILIES, tiny_bridge, tokens
 
+from mechkv import drift
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
-from mechkv.drift_measure import profile_prompt
+from mechkv.drift_measure import _GiveResidual, _step_rows, profile_prompt
 from mechkv.errors import GuardError, InputError, StorageError
 from mechkv.paths import PathRunner, lockstep
 from mechkv.policies import Greedy
@@ -65,13 +66,10 @@ def test_planted_k_is_found_at_its_layer_and_step(model) -> None:
     point = model.hook_dict[f"blocks.{layer}.attn.hook_k"]
     handle = point.add_hook(PerturbK(step, size))
     try:
-        frame, log = [], {}
+        frame: list[pd.DataFrame] = []
         sites = supported(model, config.sites)
-        from mechkv.drift_measure import _step_rows
-
         for ours, theirs in lockstep(model, tokens(9), policy=Greedy(), n_steps=5, sites=sites):
             frame += _step_rows(ours, theirs, sites)
-        del log
     finally:
         handle.hook.remove()
         point.fwd_hooks.remove(handle)
@@ -136,8 +134,6 @@ def test_split_is_what_the_definition_says(model) -> None:
     """f_c(x_r) computed by hand: one block called with the recomputed residual and the cached K/V."""
     rows = profile_prompt(model, tokens(9), DriftConfig(n_steps=1, split_every=1)).split
     ours, theirs = list(lockstep(model, tokens(9), policy=Greedy(), n_steps=1, sites=("resid_pre", "resid_post")))[1]
-    from mechkv.drift_measure import _GiveResidual
-
     for layer in range(3):
         one = _GiveResidual(
             [theirs.activations["resid_pre"][i] if i == layer else ours.activations["resid_pre"][i] for i in range(3)]
@@ -205,8 +201,6 @@ def test_save_and_load_round_trip(profile: DriftProfile, tmp_path) -> None:
 
 
 def test_a_killed_run_goes_on_to_the_same_tables(model, profile: DriftProfile, tmp_path, monkeypatch) -> None:
-    import mechkv.drift as drift
-
     done, real = [], drift.profile_prompt
 
     def dies(*args, **kwargs):
