@@ -10,8 +10,6 @@ Conventions
 """
 
 import io
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogFormatterSciNotation, LogLocator, MaxNLocator
 
 from mechkv.errors import InputError
+from mechkv.storage import write_bytes
 
 Numbers: TypeAlias = Sequence[float] | Sequence[int] | np.ndarray | pd.Series
 
@@ -268,7 +267,10 @@ def save(figure: Figure, path_stem: Path | str) -> list[Path]:
     """Write `<path_stem>.png` and `<path_stem>.pdf`, each in one go and without times; returns both paths."""
     stem = Path(path_stem)
     kinds = {"png": png(figure), "pdf": _render(figure, "pdf", dict.fromkeys(("CreationDate", "Creator", "Producer")))}
-    return [_write_bytes(stem.with_name(f"{stem.name}.{kind}"), data) for kind, data in kinds.items()]
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
+    for path, data in zip(paths, kinds.values(), strict=True):
+        write_bytes(path, data)
+    return paths
 
 
 def _render(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
@@ -277,14 +279,3 @@ def _render(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
     with style():
         figure.savefig(buffer, format=kind, metadata=metadata)
     return buffer.getvalue()
-
-
-def _write_bytes(path: Path, data: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        part.write_bytes(data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
