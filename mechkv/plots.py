@@ -38,6 +38,7 @@ from mechkv.figure_style import (
     note,
     png,
     save,
+    settle,
     style,
     zero_aware_log_axis,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "note",
     "png",
     "save",
+    "settle",
     "split_by_layer",
     "step_by_layer",
     "style",
@@ -106,7 +108,7 @@ def drift_by_layer(profile: "DriftProfile", site: str = "resid_post", metric: st
         note(axes, f"floor: exactly 0 ({n} repeats)" if n else "floor: not measured")
         _finish(axes, f"{METRIC_LABELS[metric]}\nat {site}")
         figure.legend(loc="outside lower center", ncols=2)
-    return figure
+    return settle(figure)
 
 
 def step_by_layer(
@@ -156,7 +158,7 @@ def drift_heatmap(
         integer_axis(axes, "decode step (0: prompt)")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(f"layer ({site})")
-    return figure
+    return settle(figure)
 
 
 def kv_drift(profile: "DriftProfile", metric: str = "rel_l2") -> Figure:
@@ -182,7 +184,7 @@ def kv_drift(profile: "DriftProfile", metric: str = "rel_l2") -> Figure:
             _finish(axes, METRIC_LABELS[metric] if site == "cache_k" else "")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=2)
-    return figure
+    return settle(figure)
 
 
 def split_by_layer(profile: "DriftProfile", dtype: str | None = None) -> Figure:
@@ -211,7 +213,7 @@ def split_by_layer(profile: "DriftProfile", dtype: str | None = None) -> Figure:
         _draw(axes, lines, "rel_l2")
         _finish(axes, "error at resid_post,\nrelative to its L2 norm")
         figure.legend(loc="outside lower center", ncols=3)
-    return figure
+    return settle(figure)
 
 
 def equal_share(profile: "DriftProfile", site: str = "resid_post") -> Figure:
@@ -226,7 +228,7 @@ def equal_share(profile: "DriftProfile", site: str = "resid_post") -> Figure:
             draw_line(axes, part["layer"], part["bitwise_equal"], dtype_look(dtype), dtype)
         _finish(axes, f"share of steps bitwise\nequal at {site}")
         figure.legend(loc="outside lower center", ncols=2)
-    return figure
+    return settle(figure)
 
 
 def drift_figures(profile: "DriftProfile") -> dict[str, Figure]:

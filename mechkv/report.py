@@ -135,12 +135,8 @@ def format_value(value: Any) -> str:
 
 
 def _undefined(value: Any) -> bool:
-    return (
-        value is None
-        or value is pd.NA
-        or value is pd.NaT
-        or (isinstance(value, (float, np.floating)) and value != value)
-    )
+    missing = value is None or value is pd.NA or value is pd.NaT
+    return missing or (isinstance(value, (float, np.floating)) and math.isnan(value))
 
 
 # --- HTML ------------------------------------------------------------------------------------------------------------

@@ -58,12 +58,19 @@ def write_json(path: _Pathlike, value: Any, *, nan_as_null: bool = False) -> Non
         InputError: A value that JSON cannot say.
         StorageError: It cannot be written.
     """
-    _write_bytes(Path(path), _to_json(value, nan_as_null))
+    write_bytes(path, _to_json(value, nan_as_null))
 
 
 def write_text(path: _Pathlike, text: str) -> None:
     """Write a text file (UTF-8) in one go."""
-    _write_bytes(Path(path), text.encode())
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: _Pathlike, data: bytes) -> None:
+    """Write a file in one go."""
+    target = Path(path)
+    with _replacing(target, len(data)) as part:
+        part.write_bytes(data)
 
 
 def write_frame(path: _Pathlike, frame: pd.DataFrame) -> None:
@@ -298,11 +305,6 @@ def sha256(path: _Pathlike) -> str:
 
 
 # --- the common part -------------------------------------------------------------------------------------------------
-
-
-def _write_bytes(target: Path, data: bytes) -> None:
-    with _replacing(target, len(data)) as part:
-        part.write_bytes(data)
 
 
 @contextmanager
