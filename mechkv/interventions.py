@@ -19,7 +19,6 @@ row, `shuffled` rows, `sources.ForeignSource` (the patch of another prompt), `on
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from jaxtyping import Shaped
@@ -27,12 +26,11 @@ from torch import Tensor
 
 from mechkv.errors import GuardError, InputError
 from mechkv.guards import GuardLog, same_bits
-from mechkv.paths import At, Path, Step
+from mechkv.paths import At, Step
 from mechkv.sites import AXES, CACHE_SITES
 from mechkv.sources import Source
 from mechkv.stats import torch_rng
 
-Where = Literal["all", "current", "past", "prefill", "decode"]
 Change = Callable[[Shaped[Tensor, "..."], Shaped[Tensor, "..."], At, int], Tensor]
 """(own rows, the source's rows, where, position axis) -> the rows to write."""
 
@@ -59,11 +57,11 @@ class Patch:
     """
 
     source: Source
-    into: Path
+    into: str
     sites: tuple[str, ...]
     layers: Collection[int] | None = None
     kv_heads: tuple[int, ...] | None = None
-    positions: Where | range | tuple[int, ...] = "all"
+    positions: str | range | tuple[int, ...] = "all"
     steps: Collection[int] | None = None
     dose: float = 1.0
     change: Change | None = None

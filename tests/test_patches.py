@@ -325,8 +325,10 @@ def test_refusals_while_running(llama):
 # ---------------------------------------------------------------------------------------------------- localisation
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("site", "layer", "head", "position"), [("cache_k", 1, 1, 6), ("cache_v", 2, 0, 12)])
+@pytest.mark.parametrize(
+    ("dtype", "site", "layer", "head", "position"),
+    [(torch.float64, "cache_k", 1, 1, 6), (torch.float32, "cache_v", 2, 0, 12)],
+)
 def test_a_planted_corruption_is_localised_exactly(dtype, site, layer, head, position):
     made = case_of("llama-gqa", dtype)
     clean = made.pair.cached
