@@ -269,7 +269,7 @@ def drift_captions(profile: "DriftProfile") -> dict[str, str]:
         "equal_share": f"Share of decode steps at which both paths have the same bits at resid_post, newest position "
         f"({where}; all prompts pooled, no band). {same}",
         "split_by_layer": f"Error at the block's output: injected by the block itself, propagated from its input, and "
-        f"their sum, relative to the L2 norm of the recomputed output, mean over step sampled "
+        f"their sum, relative to the L2 norm of the recomputed output, mean over sampled steps "
         f"(1 in {profile.config.split_every}; {where}). {band} The total has none. {zeros}",
     }
 
