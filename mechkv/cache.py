@@ -11,6 +11,7 @@ and rotation, before attention reads them. `update` makes new tensors, so a stat
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor
@@ -60,6 +61,8 @@ class KVState:
 
 class StateCache(DynamicCache):
     """A Hugging Face cache filled from a `KVState`; gives the next state back."""
+
+    layers: list[Any]
 
     def __init__(self, config: PretrainedConfig, state: KVState, edit: KVEdit | None = None) -> None:
         super().__init__(config=config)

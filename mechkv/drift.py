@@ -1,283 +1,292 @@
-"""How much do the paths differ, layer by layer, and where does the difference come from?
+"""How much do the paths differ, layer by layer, over several prompts, beside the same tokens in float32?
 
-Both paths walk in lockstep, teacher-forced on the same tokens; drift is cached minus recomputed at the same site, layer
-and absolute position. Everything is reduced as it goes, so memory does not grow with the number of steps.
-
-Per step and layer the drift at the block's output is also split in two (metrics: injected / propagated error). With
-f_c and f_r one block as the cached and the recomputed path compute it, and x_c, x_r the residual stream that enters it,
-
-    f_c(x_c) - f_r(x_r)  =  [f_c(x_r) - f_r(x_r)]  +  [f_c(x_c) - f_c(x_r)]
-          drift                  injected                  propagated
-
-f_c(x_r) is one more cached step in which every block is given the recomputed path's residual stream; it is done on every
-`split_every`-th step. `injected` holds what the inherited cache and the one-token kernels of this very block add.
-
-KV drift is given by provenance: `prefill` rows (written by the prompt), `decode` rows (written by one-token steps) and
-`new`, the row of the newest token, which is not counted in `decode`.
-
-Controls in every profile: step 0 (exactly zero), a repeated step (each path against itself, exactly zero), and the same
-tokens in float32, from the same weights.
+`drift_profile` measures every prompt (see `drift_measure` for the equations and controls), in the model's dtype and, as
+the control, with the same weights in float32 on the same tokens. `DriftProfile` holds the tidy tables and what is read
+off them: per-layer intervals over prompts, onset, amplification.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Float, Int
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv import guards
-from mechkv.cache import KVState
-from mechkv.comparison import compare_logits, compare_rows
+from mechkv import provenance, storage
+from mechkv.drift_measure import METRICS, DriftConfig, PromptDrift, profile_prompt
 from mechkv.errors import InputError
-from mechkv.guards import GuardLog
-from mechkv.paths import At, PathRunner, Step, lockstep
-from mechkv.policies import Forced, Greedy, TokenPolicy
-from mechkv.sites import AXES, CACHE_SITES, supported
-from mechkv.stats import rng
+from mechkv.models import admit, info, recast
+from mechkv.runs import Piece, RunFolder
+from mechkv.sites import CACHE_SITES
+from mechkv.stats import cluster_bootstrap
+from mechkv.tokens import as_tokens
 
-METRICS: tuple[str, ...] = (
-    "max_abs",
-    "rel_l2",
-    "rel_linf",
-    "cosine_distance",
-    "signed_mean",
-    "rms",
-    "max_ulp",
-    "equal_fraction",
-    "bitwise_equal",
-    "nonfinite",
-)
-DEFAULT_SITES: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["METRICS", "DriftConfig", "DriftProfile", "drift_profile"]
+
+KIND = "drift_profile"
 
 
 @dataclass(frozen=True)
-class DriftConfig:
-    """What to measure.
+class DriftProfile:
+    """Drift of cached against recomputed decoding.
 
     Attributes:
-        n_steps: Decode steps after the prompt.
-        sites: Sites with one `[d_model]` row a position; those that the family lacks are left out of the default.
-        split_every: Injected / propagated error on every so many steps; 0: never.
-        n_repeats: Steps per prompt that are done twice, on both paths, as the floor and the reproducibility guard.
-        seed: Chooses the repeated steps.
-    """
-
-    n_steps: int = 24
-    sites: tuple[str, ...] = DEFAULT_SITES
-    split_every: int = 8
-    n_repeats: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.n_steps < 1:
-            raise InputError("too few steps", got=self.n_steps, expected="at least 1", remedy="Step 0 cannot drift.")
-        if self.split_every < 0 or not 1 <= self.n_repeats <= self.n_steps:
-            raise InputError(
-                "impossible sampling of steps",
-                got=f"split_every={self.split_every}, n_repeats={self.n_repeats}",
-                expected=f"split_every >= 0 and n_repeats in 1..{self.n_steps}",
-                remedy="At least one step is repeated: a profile without its floor means nothing.",
-            )
-        wrong = [site for site in self.sites if AXES.get(site) != "pos d_model"]
-        if wrong or not self.sites:
-            raise InputError(
-                "sites without one residual-sized row a position",
-                got=wrong or "none",
-                expected=f"some of {', '.join(DEFAULT_SITES)}",
-                remedy="K, V and logits are profiled anyway; heads are the business of head_analysis.",
-            )
-
-
-@dataclass(frozen=True)
-class PromptDrift:
-    """One prompt, one model.
-
-    Attributes:
-        frame: A row per step, layer, site (and provenance of K/V); columns as in `DriftProfile.frame`.
-        steps: A row per step: token fed, metrics of the logits.
-        split: A row per sampled step and layer: injected, propagated and total error, relative to the L2 norm of the
-            recomputed output.
-        tokens: `[pos]`, the prompt and the tokens fed.
-        n_prompt: Tokens in the prompt.
-        guards: How often each guard ran.
+        frame: One row per dtype, prompt, step, site, layer and provenance of K/V rows; `position` is that of the newest
+            token, `n_rows` how many K/V rows are compared, then one column per metric (`comparison`). `layer` counts
+            from 0; `logits` stand at layer `n_layers`.
+        steps: One row per dtype, prompt and step: the token fed, and the metrics of the two logit vectors.
+        split: One row per dtype, prompt, sampled step and layer: injected, propagated and total error at the block's
+            output, relative to the L2 norm of the recomputed output.
+        prompts: One row per prompt: n_prompt, n_tokens and the token ids.
+        config: The configuration.
+        dtype: The dtype under study; other dtypes in the frames are controls.
+        guards: Per dtype, how often each guard ran and passed.
+        provenance: Versions, machine, kernels, and the model of every dtype.
     """
 
     frame: pd.DataFrame
     steps: pd.DataFrame
     split: pd.DataFrame
-    tokens: Int[Tensor, "pos"]
-    n_prompt: int
-    guards: dict[str, int] = field(default_factory=dict)
+    prompts: pd.DataFrame
+    config: DriftConfig
+    dtype: str
+    guards: dict[str, dict[str, int]]
+    provenance: dict[str, Any]
+
+    def summary(self, metric: str = "rel_l2", seed: int = 0) -> pd.DataFrame:
+        """Mean of `metric` over steps >= 1 per dtype, site, provenance and layer, with a 95 % interval that resamples
+        prompts, beside the share of steps that are bitwise equal. Rows whose metric is undefined are counted, not
+        averaged (`n_undefined`)."""
+        keys = ["dtype", "site", "provenance", "layer"]
+        decoded = self.frame[self.frame["step"] > 0]
+        defined = decoded[decoded[metric].notna()]
+        table = cluster_bootstrap(defined, metric, by=keys, seed=seed)
+        rest = decoded.groupby(keys, sort=False, observed=True).agg(
+            bitwise_equal=("bitwise_equal", "mean"), n_undefined=(metric, lambda values: int(values.isna().sum()))
+        )
+        return table.merge(rest.reset_index(), on=keys).assign(metric=metric)
+
+    def onset(self) -> pd.DataFrame:
+        """Per dtype and prompt the first step at which any activation or newly written K/V row differs, and the first
+        layer and site at that step in the order of computation; missing where the paths never differ."""
+        order = {site: i for i, site in enumerate(("resid_pre", *CACHE_SITES, "attn_out", "resid_mid", "mlp_out"))}
+        rows = []
+        for (dtype, prompt), part in self.frame.groupby(["dtype", "prompt"], sort=False, observed=True):
+            changed = part[~part["bitwise_equal"]]
+            row = {"dtype": dtype, "prompt": prompt, "step": pd.NA, "layer": pd.NA, "site": pd.NA, "kv_step": pd.NA}
+            if len(changed):
+                first = changed[changed["step"] == changed["step"].min()]
+                rank = first["layer"] * 10 + first["site"].map(order).fillna(9)
+                place = first.loc[rank.idxmin()]
+                kv = changed[changed["site"].isin(CACHE_SITES)]["step"]
+                row |= {"step": int(place["step"]), "layer": int(place["layer"]), "site": place["site"]}
+                row["kv_step"] = int(kv.min()) if len(kv) else pd.NA
+            rows.append(row)
+        return pd.DataFrame(rows).astype({"step": "Int64", "layer": "Int64", "kv_step": "Int64"})
+
+    def amplification(self, site: str = "resid_post") -> pd.DataFrame:
+        """rel_l2 at layer l+1 / rel_l2 at layer l, per dtype, prompt, step and layer l where both are above zero."""
+        part = self.frame[(self.frame["site"] == site) & (self.frame["step"] > 0)]
+        wide = part.set_index(["dtype", "prompt", "step", "layer"])["rel_l2"].unstack("layer")
+        ratio = wide.shift(-1, axis=1) / wide.where(wide > 0)
+        long = ratio.stack().rename("amplification").reset_index()
+        return long[long["amplification"] > 0].reset_index(drop=True)
+
+    def plot(self) -> "dict[str, Figure]":
+        """The figures of this profile by name (see `plots`)."""
+        from mechkv import plots
+
+        return plots.drift_figures(self)
+
+    def save(self, folder: Path | str) -> Path:
+        """Write the tables (parquet) and the rest (JSON) to a folder; sealed last, so half a result never loads."""
+        place = Path(folder)
+        for name in ("frame", "steps", "split", "prompts"):
+            storage.write_frame(place / f"{name}.parquet", getattr(self, name))
+        meta = {"config": asdict(self.config), "dtype": self.dtype, "guards": self.guards}
+        storage.write_json(place / "profile.json", meta | {"provenance": self.provenance})
+        storage.seal(place, KIND)
+        return place
+
+    @classmethod
+    def load(cls, folder: Path | str) -> "DriftProfile":
+        """Read what `save` wrote.
+
+        Raises:
+            StorageError: Missing, altered, truncated, or another kind of result.
+        """
+        place = storage.open_folder(Path(folder), KIND)
+        meta = storage.read_json(place / "profile.json")
+        config = DriftConfig(**meta["config"] | {"sites": tuple(meta["config"]["sites"])})
+        tables = {
+            name: storage.read_frame(place / f"{name}.parquet") for name in ("frame", "steps", "split", "prompts")
+        }
+        return cls(**tables, config=config, **{key: meta[key] for key in ("dtype", "guards", "provenance")})
 
 
-def profile_prompt(
+def drift_profile(
     model: TransformerBridge,
-    prompt: Int[Tensor, "pos"],
-    config: DriftConfig,
+    prompts: Sequence[str | Tensor],
+    config: DriftConfig | None = None,
     *,
-    continuation: Sequence[int] | None = None,
-    label: str | int = 0,
-) -> PromptDrift:
-    """Profile one prompt on both paths.
+    control: Literal["float32"] | TransformerBridge | None = "float32",
+    continuations: Sequence[Sequence[int]] | None = None,
+    folder: Path | str | None = None,
+    progress: bool | None = None,
+) -> DriftProfile:
+    """Profile the drift between the two paths.
 
     Args:
-        model: An admitted bridge.
-        prompt: `[pos]`.
+        model: A bridge from `load_model`, `from_hf` or TransformerLens.
+        prompts: Texts or `[pos]` token tensors.
         config: What to measure.
-        continuation: Tokens to feed after the prompt; by default the cached path's greedy choice.
-        label: Names the prompt in the seed of the repeated steps.
+        control: `float32`: the same weights in float32 (made here; nothing is added when the model is float32 or
+            float64 already). A bridge: that model. None: no control.
+        continuations: Tokens to feed after every prompt; by default the cached path's greedy choice, which the control
+            is then fed as well.
+        folder: Keep every finished prompt there, and go on from what is there.
+        progress: Show a progress bar; by default when standard error is a terminal.
 
     Raises:
-        GuardError, NonFiniteError: See `guards` and `paths`.
+        InputError: Prompts or configuration that cannot be used.
+        GuardError, NonFiniteError: A number would not mean what it seems to mean.
+        StorageError: The folder belongs to another run.
     """
-    n_steps = config.n_steps if continuation is None else len(continuation)
-    policy: TokenPolicy = Greedy() if continuation is None else Forced([*prompt.tolist(), *continuation])
-    sites = tuple(supported(model, config.sites))
-    sample = rng(config.seed, "repeat", label).permutation(np.arange(1, n_steps + 1))
-    repeated = set(sample[: config.n_repeats].tolist())
-    log, rows, steps, split = GuardLog(), [], [], []
-    for cached, recomputed in lockstep(model, prompt, policy=policy, n_steps=n_steps, sites=sites, log=log):
-        rows += _step_rows(cached, recomputed, sites)
-        steps.append(_logit_row(cached, recomputed))
-        if cached.index in repeated:
-            _repeat(model, cached, recomputed, sites, log)
-        if config.split_every and cached.index and (cached.index - 1) % config.split_every == 0:
-            split += list(_split_rows(model, cached, recomputed, log))
-        tokens = cached.tokens
-    return PromptDrift(
-        frame=pd.concat(rows, ignore_index=True),
-        steps=pd.DataFrame(steps),
-        split=pd.DataFrame(split, columns=["step", "layer", "injected", "propagated", "drift"]),
-        tokens=tokens.cpu(),
-        n_prompt=len(prompt),
-        guards=dict(log),
-    )
+    config = config or DriftConfig()
+    admit(model)
+    token_lists = _tokens(model, prompts, config, continuations)
+    settings = _settings(model, token_lists, config, control, continuations)
+    run = RunFolder(folder, settings)
+    main = info(model).dtype
+    pieces: dict[tuple[str, int], Piece] = {}
+    models = {main: model}
+    for prompt in _bar(len(token_lists), f"drift, {main}", progress):
+        given = None if continuations is None else continuations[prompt]
+        pieces[main, prompt] = _piece(run, model, main, prompt, token_lists[prompt], config, given)
+    other = _control_dtype(control, main)
+    if other is not None:
+        twin = recast(model, other) if isinstance(control, str) else admit(control)  # type: ignore[arg-type]
+        models[other] = twin
+        for prompt in _bar(len(token_lists), f"drift, {other} control", progress):
+            fed = pieces[main, prompt].values["tokens"][len(token_lists[prompt]) :]
+            pieces[other, prompt] = _piece(run, twin, other, prompt, token_lists[prompt], config, fed)
+    return _assemble(pieces, models, config, main)
 
 
-def _step_rows(cached: Step, recomputed: Step, sites: Sequence[str]) -> list[pd.DataFrame]:
-    """Drift of one step at the newest position, and of the KV state."""
-    last = [torch.stack([value[-1] for site in sites for value in s.activations[site]]) for s in (cached, recomputed)]
-    n_layers = len(cached.activations[sites[0]])
-    frames = [
-        _frame(
-            compare_rows(last[0], last[1]),
-            cached,
-            site=np.repeat(sites, n_layers),
-            layer=np.tile(np.arange(n_layers), len(sites)),
-            provenance="activation",
-            n_rows=1,
-        ),
-        _frame(
-            compare_rows(cached.logits[None], recomputed.logits[None]),
-            cached,
-            site=["logits"],
-            layer=[n_layers],
-            provenance="activation",
-            n_rows=1,
-        ),
-    ]
-    for layers in _alike(cached.kv):
-        frames += _kv_rows(cached, recomputed, layers)
-    return frames
-
-
-def _alike(kv: KVState) -> list[list[int]]:
-    """Layers grouped by the shape of what they hold."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for layer, keys in enumerate(kv.keys):
-        groups.setdefault(tuple(keys.shape), []).append(layer)
-    return list(groups.values())
-
-
-def _kv_rows(cached: Step, recomputed: Step, layers: list[int]) -> list[pd.DataFrame]:
-    stacks = [
-        torch.stack([rows[layer] for rows in (step.kv.keys, step.kv.values) for layer in layers])
-        for step in (cached, recomputed)
-    ]
-    first, newest = cached.kv.first_position(layers[0]), cached.kv.n_tokens - 1
-    edge = cached.kv.n_prompt
-    spans = {"prefill": (first, min(edge, newest + 1)), "decode": (max(first, edge), newest), "new": (newest, newest + 1)}
-    if cached.index == 0:
-        spans = {"prefill": (first, newest + 1)}
-    frames = []
-    for provenance, (start, stop) in spans.items():
-        if start >= stop:
-            continue
-        parts = [stack[:, :, start - first : stop - first] for stack in stacks]
-        frames.append(
-            _frame(
-                compare_rows(parts[0], parts[1]),
-                cached,
-                site=np.repeat(CACHE_SITES, len(layers)),
-                layer=np.tile(layers, 2),
-                provenance=provenance,
-                n_rows=stop - start,
-            )
+def _tokens(
+    model: TransformerBridge,
+    prompts: Sequence[str | Tensor],
+    config: DriftConfig,
+    continuations: Sequence[Sequence[int]] | None,
+) -> list[Tensor]:
+    if continuations is not None and (len(continuations) != len(prompts) or not all(continuations)):
+        raise InputError(
+            "continuations do not fit the prompts",
+            got=f"{len(continuations)} continuations for {len(prompts)} prompts",
+            expected="one of at least one token for every prompt",
+            remedy="Leave them out to feed the cached path's greedy tokens.",
         )
-    return frames
+    n_new = config.n_steps if continuations is None else max(len(c) for c in continuations)
+    device = model.original_model.get_input_embeddings().weight.device
+    found = as_tokens(
+        model.tokenizer,
+        prompts,
+        vocab_size=info(model).d_vocab,
+        max_positions=getattr(model.cfg, "n_ctx", None),
+        n_new_tokens=n_new,
+    )
+    return [
+        tokens.to(device) if isinstance(prompt, str) else tokens for tokens, prompt in zip(found, prompts, strict=True)
+    ]
 
 
-def _frame(table: dict[str, np.ndarray], step: Step, **columns: Any) -> pd.DataFrame:
-    head = {"step": step.index, "position": step.positions[-1], **columns}
-    return pd.DataFrame(head | {name: table[name] for name in METRICS})
-
-
-def _logit_row(cached: Step, recomputed: Step) -> dict[str, Any]:
-    row = {"step": cached.index, "position": cached.positions[-1], "token": int(cached.tokens[-1])}
-    return row | compare_logits(cached.logits, recomputed.logits).to_dict()
-
-
-def _repeat(
-    model: TransformerBridge, cached: Step, recomputed: Step, sites: Sequence[str], log: GuardLog
-) -> None:
-    """Do both halves of a step again, from the same state."""
-    n_new = len(cached.positions)
-    for step in (cached, recomputed):
-        with PathRunner(model, step.path, sites=sites, log=log) as runner:
-            state = cached.kv_before
-            guards.check_repeat(step, runner.step(step.tokens, state, step.index, n_new), log)
-
-
-class _GiveResidual:
-    """Every block gets the recomputed path's residual stream."""
-
-    sites = ("resid_pre",)
-
-    def __init__(self, rows: Sequence[Float[Tensor, "row d_model"]]) -> None:
-        self._rows = rows
-
-    def __call__(self, value: Tensor, at: At) -> Tensor:
-        assert at.layer is not None
-        return self._rows[at.layer].clone()
-
-
-def _split_rows(
-    model: TransformerBridge, cached: Step, recomputed: Step, log: GuardLog
-) -> Iterator[dict[str, Any]]:
-    given = [_GiveResidual(_site(model, recomputed, "resid_pre", log))]
-    with PathRunner(model, "cached", sites=("resid_post",), interventions=given, log=log) as runner:
-        mixed = runner.step(cached.tokens, cached.kv_before, cached.index).activations["resid_post"]
-    ours, theirs = (_site(model, step, "resid_post", log) for step in (cached, recomputed))
-    size = ours[0][-1].numel()
-    stacks = [torch.stack([value[-1] for value in values]) for values in (mixed, ours, theirs)]
-    norms = torch.linalg.vector_norm(stacks[2].double(), dim=-1).cpu().numpy() / np.sqrt(size)
-    parts = {
-        "injected": compare_rows(stacks[0], stacks[2])["rms"] / norms,
-        "propagated": compare_rows(stacks[1], stacks[0])["rms"] / norms,
-        "drift": compare_rows(stacks[1], stacks[2])["rms"] / norms,
+def _settings(
+    model: TransformerBridge, token_lists: list[Tensor], config: DriftConfig, control: Any, continuations: Any
+) -> dict[str, Any]:
+    """What makes two runs the same run."""
+    digest = hashlib.sha256(repr([t.tolist() for t in token_lists]).encode())
+    digest.update(repr(None if continuations is None else [list(c) for c in continuations]).encode())
+    return {
+        "kind": KIND,
+        "config": {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(config).items()},
+        "model": provenance.weights_sha256(model),
+        "dtype": info(model).dtype,
+        "prompts": digest.hexdigest(),
+        "n_prompts": len(token_lists),
+        "control": control if control is None or isinstance(control, str) else provenance.weights_sha256(control),
     }
-    for layer in range(len(norms)):
-        yield {"step": cached.index, "layer": layer} | {name: values[layer] for name, values in parts.items()}
 
 
-def _site(model: TransformerBridge, step: Step, site: str, log: GuardLog) -> tuple[Tensor, ...]:
-    """A site of a step that is already done; from the step when it recorded it, else by doing the step again."""
-    if site in step.activations:
-        return step.activations[site]
-    with PathRunner(model, step.path, sites=(site,), log=log) as runner:
-        return runner.step(step.tokens, step.kv_before, step.index, len(step.positions)).activations[site]
+def _control_dtype(control: Any, main: str) -> str | None:
+    if control is None:
+        return None
+    if isinstance(control, str):
+        if control != "float32":
+            raise InputError(
+                "unknown control", got=control, expected="'float32', a bridge or None", remedy="See above."
+            )
+        return None if main in ("float32", "float64") else control
+    found = info(control).dtype
+    if found == main:
+        raise InputError(
+            "the control has the dtype under study", got=found, expected="another dtype", remedy="Pass control=None."
+        )
+    return found
+
+
+def _piece(
+    run: RunFolder,
+    model: TransformerBridge,
+    dtype: str,
+    prompt: int,
+    tokens: Tensor,
+    config: DriftConfig,
+    continuation: Sequence[int] | None,
+) -> Piece:
+    def compute() -> Piece:
+        found: PromptDrift = profile_prompt(model, tokens, config, continuation=continuation, label=prompt)
+        frames = {"frame": found.frame, "steps": found.steps, "split": found.split}
+        frames = {name: frame.assign(dtype=dtype, prompt=prompt) for name, frame in frames.items()}
+        values = {"tokens": found.tokens.tolist(), "n_prompt": found.n_prompt, "guards": found.guards}
+        return Piece(frames, values)
+
+    return run.piece(f"{dtype}-{prompt:04d}", compute)
+
+
+def _assemble(
+    pieces: dict[tuple[str, int], Piece], models: dict[str, TransformerBridge], config: DriftConfig, main: str
+) -> DriftProfile:
+    def table(name: str) -> pd.DataFrame:
+        joined = pd.concat([piece.frames[name] for piece in pieces.values()], ignore_index=True)
+        head = ["dtype", "prompt"]
+        return joined[head + [column for column in joined.columns if column not in head]]
+
+    guards: dict[str, dict[str, int]] = {dtype: {} for dtype in models}
+    for (dtype, _), piece in pieces.items():
+        for guard, count in piece.values["guards"].items():
+            guards[dtype][guard] = guards[dtype].get(guard, 0) + count
+    first = [(prompt, piece.values) for (dtype, prompt), piece in pieces.items() if dtype == main]
+    prompts = pd.DataFrame(
+        {
+            "prompt": [prompt for prompt, _ in first],
+            "n_prompt": [values["n_prompt"] for _, values in first],
+            "n_tokens": [len(values["tokens"]) for _, values in first],
+            "tokens": [np.asarray(values["tokens"], dtype=np.int64) for _, values in first],
+        }
+    )
+    where = provenance.collect() | {
+        "models": {dtype: provenance.collect(model)["model"] for dtype, model in models.items()}
+    }
+    return DriftProfile(table("frame"), table("steps"), table("split"), prompts, config, main, guards, where)
+
+
+def _bar(n: int, what: str, progress: bool | None):
+    return tqdm(range(n), desc=what, unit="prompt", disable=None if progress is None else not progress)

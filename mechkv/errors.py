@@ -1,6 +1,6 @@
 """Errors: every message says what was got, what was expected and what to do about it.
 
-They subclass `ValueError` or `RuntimeError` as well, so that code which does not know mechkv still catches the usual kind.
+They subclass `ValueError` or `RuntimeError` as well, so that code which does not know mechkv catches the usual kind.
 """
 
 

@@ -3,24 +3,27 @@
 Each guard is a function that raises `GuardError` (what was got, what was expected, what to do) or counts itself in a
 `GuardLog`, which every result carries. None can be switched off. What they prove:
 
-- `parameters_dtype`, `eval_mode`, `attention_implementation`: the model is the one that was asked for;
+- `parameters_dtype`, `eval_mode`, `attention_implementation`: the model is the one that was asked for (at the start of
+  a run), and `no_autocast`: no surrounding context casts what it computes (every step);
 - `cache_live`: overwriting one cached value changes the next logits, so attention reads the cache (once per model);
 - `cache_grew`, `old_rows_unchanged`, `attention_width`: every pass appended exactly the tokens fed, in every layer,
-  left old rows alone, and attention had all visible rows (every step, every layer);
+  left old rows alone, and attention had all visible rows (every step, every layer; old rows are not compared where an
+  intervention writes to the cache state);
 - `repeatable`: a step done twice from the same state is bitwise the same (a sample of steps);
 - `null_control`: at step 0, where both paths do the same work, the drift is exactly zero at every site recorded.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.cache import KVState
-from mechkv.errors import GuardError
+from mechkv.errors import GuardError, InputError
 
 if TYPE_CHECKING:
     from mechkv.paths import Step
@@ -30,10 +33,11 @@ class GuardLog(Counter[str]):
     """How often each guard ran (and passed: a failure is an error)."""
 
 
-def check_model(model: TransformerBridge, dtype: torch.dtype, log: GuardLog) -> str:
-    """Parameters in `dtype`, eval mode, attention implementation readable; returns the latter."""
-    wrong = [(name, p.dtype) for name, p in model.original_model.named_parameters() if p.is_floating_point()]
-    wrong = [(name, found) for name, found in wrong if found != dtype]
+def check_model(model: TransformerBridge, dtype: torch.dtype | None, log: GuardLog) -> str:
+    """Parameters in `dtype` (None: all in one), eval mode, attention implementation readable; returns the latter."""
+    held = [(name, p.dtype) for name, p in model.original_model.named_parameters() if p.is_floating_point()]
+    dtype = held[0][1] if dtype is None else dtype
+    wrong = [(name, found) for name, found in held if found != dtype]
     if wrong:
         raise GuardError(
             f"{len(wrong)} parameters do not have the requested dtype",
@@ -63,8 +67,56 @@ def check_model(model: TransformerBridge, dtype: torch.dtype, log: GuardLog) -> 
     return found
 
 
+def text_config(model: TransformerBridge) -> Any:
+    """The Hugging Face config of the decoder that processes text."""
+    config: Any = model.original_model.config
+    return config.get_text_config(decoder=True)
+
+
+def input_device(model: TransformerBridge) -> torch.device:
+    """Where token ids must be: the device of the embedding."""
+    embeddings: Any = model.original_model.get_input_embeddings()  # type: ignore[operator]
+    return embeddings.weight.device
+
+
+def check_tokens(model: TransformerBridge, tokens: Int[Tensor, "pos"], n_new: int) -> None:
+    """Token ids that the model can process, `n_new` of them new.
+
+    Raises:
+        InputError: Another shape, dtype or device, out of the vocabulary, none new, or beyond the context.
+    """
+    if not isinstance(tokens, Tensor):
+        raise InputError("not tokens", got=type(tokens).__name__, expected="a tensor", remedy="Use torch.tensor(ids).")
+    device, vocabulary = input_device(model), text_config(model).vocab_size
+    limit = getattr(model.cfg, "n_ctx", None)
+    got: object
+    expected: object
+    if tokens.ndim != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        got, expected = f"{tokens.dtype} {list(tokens.shape)}", "integers of shape [pos], without a batch axis"
+        remedy = "Batch size is 1: pass one row of token ids."
+    elif tokens.device != device:
+        got, expected, remedy = tokens.device, device, "Move the tokens to the device of the embedding."
+    elif not 1 <= n_new <= len(tokens):
+        got, expected = f"{n_new} new tokens of {len(tokens)}", "at least one"
+        remedy = "Give a prompt of at least one token."
+    elif int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+        got, expected = f"ids {int(tokens.min())}..{int(tokens.max())}", f"0..{vocabulary - 1}"
+        remedy = "The tokens come from another tokenizer."
+    elif limit and len(tokens) > limit:
+        got, expected, remedy = f"{len(tokens)} tokens", f"at most {limit}", "Shorten the prompt or decode less."
+    else:
+        return
+    raise InputError("these tokens cannot be processed", got=got, expected=expected, remedy=remedy)
+
+
 def check_cache(
-    before: KVState, after: KVState, visible: Mapping[int, int], widths: Mapping[int, int], log: GuardLog
+    before: KVState,
+    after: KVState,
+    visible: Mapping[int, int],
+    widths: Mapping[int, int],
+    log: GuardLog,
+    *,
+    edited: bool = False,
 ) -> None:
     """The cache grew by exactly the tokens fed, old rows are the same, and attention had every visible row.
 
@@ -73,6 +125,7 @@ def check_cache(
         after: State that came out.
         visible: Layer -> rows of K the cache handed to attention.
         widths: Layer -> width of the attention pattern.
+        edited: An intervention may have changed old rows on purpose: do not compare them.
     """
     n_new = after.n_tokens - before.n_tokens
     for layer, keys in enumerate(after.keys):
@@ -85,17 +138,38 @@ def check_cache(
                 remedy="The model ignores or rewrites its cache; check that transformers and TransformerLens agree "
                 "(transformers>=5.9,<5.24 with TransformerLens 4.3).",
             )
-        if layer in widths and widths[layer] != held + n_new:
+        if widths.get(layer) != held + n_new:
             raise GuardError(
                 f"attention of layer {layer} did not see the cache",
-                got=f"a pattern over {widths[layer]} keys",
+                got=f"a pattern over {widths[layer]} keys" if layer in widths else "no attention pattern",
                 expected=f"{held + n_new} keys",
-                remedy="The attention module does not read what the cache returned.",
+                remedy="The attention module does not read what the cache returned, or is not the eager one.",
             )
-        _check_old_rows(before, after, layer)
+        if not edited:
+            _check_old_rows(before, after, layer)
     log["cache_grew"] += 1
     log["attention_width"] += len(widths)
-    log["old_rows_unchanged"] += 1 if before.keys else 0
+    log["old_rows_unchanged"] += 1 if before.keys and not edited else 0
+
+
+def check_no_autocast(device: torch.device, log: GuardLog) -> None:
+    """No `torch.autocast` around the run: it would change the dtype of the arithmetic behind the model's back."""
+    if torch.is_autocast_enabled(device.type):
+        raise GuardError(
+            "autocast is on",
+            got=f"torch.autocast to {torch.get_autocast_dtype(device.type)}",
+            expected="arithmetic in the dtype of the parameters",
+            remedy="Leave the autocast context, and load the model in the dtype that you want.",
+        )
+    log["no_autocast"] += 1
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal shape, dtype and bits: unlike `torch.equal` it tells -0.0 from 0.0 and takes a NaN for itself."""
+    if a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
+        return a.dtype == b.dtype and torch.equal(a, b)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(integers), b.view(integers))
 
 
 def _check_old_rows(before: KVState, after: KVState, layer: int) -> None:
@@ -106,7 +180,7 @@ def _check_old_rows(before: KVState, after: KVState, layer: int) -> None:
         return
     offset = start - before.first_position(layer)
     for name, old, new in (("K", before.keys, after.keys), ("V", before.values, after.values)):
-        if not torch.equal(old[layer][:, offset:], new[layer][:, : stop - start]):
+        if not same_bits(old[layer][:, offset:], new[layer][:, : stop - start]):
             raise GuardError(
                 f"{name} rows of layer {layer} changed while a new token was processed",
                 got=f"different values among positions {start}..{stop - 1}",
@@ -134,7 +208,7 @@ def _check_same(a: "Step", b: "Step", what: str, name: str, log: GuardLog) -> No
     pairs += [(f"cache_k, layer {i}", x, y) for i, (x, y) in enumerate(zip(a.kv.keys, b.kv.keys, strict=True))]
     pairs += [(f"cache_v, layer {i}", x, y) for i, (x, y) in enumerate(zip(a.kv.values, b.kv.values, strict=True))]
     for where, x, y in pairs:
-        if not torch.equal(x, y):
+        if not same_bits(x, y):
             raise GuardError(
                 what,
                 got=f"a difference at step {a.index} in {where}",

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from mechkv import guards, packaged
 from mechkv.cache import KVState
-from mechkv.errors import GuardError, InputError, ModelError
+from mechkv.errors import GuardError, InputError, MechkvError, ModelError
 from mechkv.guards import GuardLog
 from mechkv.paths import At, PathRunner
 
@@ -43,7 +44,7 @@ class ModelInfo:
 
     Attributes:
         source: What the caller named; `in memory` for `from_hf` and for a bridge made elsewhere.
-        weights: Where the values come from: `as stored`, or `rounded from float16` and the like for a recast model.
+        weights: Where the values come from: `as stored`, or `float16 values in float32` and the like after `recast`.
     """
 
     source: str
@@ -76,7 +77,7 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
         InputError: Not one of float16, bfloat16, float32, float64.
     """
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
+    if found is None or found not in DTYPES.values():
         raise InputError("unknown dtype", got=repr(dtype), expected=f"one of {', '.join(DTYPES)}", remedy="Name one.")
     return found
 
@@ -87,11 +88,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def to_device(device: str | torch.device) -> torch.device:
-    """A torch device; `auto` is the accelerator that torch reports, else the CPU."""
-    if device != "auto":
-        return torch.device(device)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator if accelerator is not None else torch.device("cpu")
+    """A torch device that works here; `auto` is the accelerator that torch reports, else the CPU.
+
+    Raises:
+        InputError: No such device, or it does not compute.
+    """
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator if accelerator is not None else torch.device("cpu")
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise InputError(
+            "this device cannot be used",
+            got=f"{str(device)!r}: {first[:120]}",
+            expected="'auto', 'cpu' or an accelerator of this computer",
+            remedy="Leave device='auto' to take what there is.",
+        ) from error
+    return found
 
 
 def load_model(
@@ -116,10 +132,11 @@ def load_model(
         GuardError: It was loaded and is not what was asked for.
     """
     wanted, name = to_dtype(dtype), os.fspath(source)
+    place = None if device_map is not None else to_device(device)
     folder, how = _locate(name)
     model = _pretrained(folder, how, wanted, device_map, revision)
-    if device_map is None:
-        model = model.to(to_device(device))  # type: ignore[arg-type]
+    if place is not None:
+        model = model.to(place)  # type: ignore[arg-type]
     tokenizer = _tokenizer(folder, how, revision)
     return admit(_boot(model, tokenizer, name), source=name, dtype=wanted)
 
@@ -189,7 +206,8 @@ def recast(model: TransformerBridge, dtype: str | torch.dtype) -> TransformerBri
     """
     wanted, known, hf = to_dtype(dtype), info(model), model.original_model
     held = {name.replace("._original_component", ""): value for name, value in hf.state_dict().items()}
-    fresh = AutoModelForCausalLM.from_config(copy.deepcopy(hf.config), dtype=wanted, attn_implementation="eager")
+    with torch.random.fork_rng(devices=[]):  # building draws random weights, which are then replaced
+        fresh = AutoModelForCausalLM.from_config(copy.deepcopy(hf.config), dtype=wanted, attn_implementation="eager")
     expected = set(fresh.state_dict())
     fresh.load_state_dict({name: held[name] for name in expected & set(held)}, strict=True)
     fresh.to(held[next(iter(expected & set(held)))].device).eval()
@@ -216,8 +234,8 @@ def probe_cache(model: TransformerBridge, log: GuardLog) -> None:
     Raises:
         GuardError: The cache is not written, or not read.
     """
-    device = model.original_model.get_input_embeddings().weight.device
-    vocabulary = model.original_model.config.get_text_config(decoder=True).vocab_size
+    device = guards.input_device(model)
+    vocabulary = guards.text_config(model).vocab_size
     tokens = torch.tensor([1, 2, 3], device=device) % vocabulary
     with PathRunner(model, "cached", log=log) as runner:
         before = runner.step(tokens[:2], KVState.empty(2), 0).kv
@@ -258,13 +276,33 @@ def _pretrained(folder: str, how: str, dtype: torch.dtype, device_map: Any, revi
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": False}
     if device_map is not None:
         options["device_map"] = device_map
-    if how == "folder":
-        return _guarded(lambda: AutoModelForCausalLM.from_pretrained(folder, **options), folder, how).eval()
-    options["revision"] = revision
-    try:  # files that are here already come first
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options).eval()
-    except OSError:
-        return _guarded(lambda: AutoModelForCausalLM.from_pretrained(folder, **options), folder, how).eval()
+    if how == "hub":
+        options["revision"] = revision
+
+    def load(**more: Any) -> PreTrainedModel:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options, **more)
+        model, report = loaded
+        _refuse_gaps(folder, report)
+        return model.eval()
+
+    if how == "hub":  # files that are here already come first
+        try:
+            return load(local_files_only=True)
+        except (OSError, ValueError):
+            pass
+    return _guarded(load, folder, how)
+
+
+def _refuse_gaps(folder: str, report: dict[str, Any]) -> None:
+    """transformers fills weights that a checkpoint lacks, or holds in another shape, with random numbers."""
+    gaps = sorted(report.get("missing_keys") or ()) + sorted(str(key) for key in report.get("mismatched_keys") or ())
+    if gaps:
+        raise ModelError(
+            f"the weights of {folder!r} do not fill the model",
+            got=f"{len(gaps)} missing or of another shape, such as {gaps[0]}",
+            expected="every parameter in the checkpoint",
+            remedy="Copy or download the model again: the gaps would be filled with random numbers.",
+        )
 
 
 def _tokenizer(folder: str, how: str, revision: str | None) -> PreTrainedTokenizerBase:
@@ -272,14 +310,16 @@ def _tokenizer(folder: str, how: str, revision: str | None) -> PreTrainedTokeniz
         return _guarded(lambda: AutoTokenizer.from_pretrained(folder), folder, how)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, revision=revision)
-    except OSError:
+    except (OSError, ValueError):
         return _guarded(lambda: AutoTokenizer.from_pretrained(folder, revision=revision), folder, how)
 
 
 def _guarded(load, name: str, how: str):
     try:
         return load()
-    except (OSError, ValueError, RuntimeError) as error:
+    except MechkvError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         expected = (
             "a causal language model in Hugging Face format"
@@ -308,11 +348,12 @@ def _boot(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, nam
     architecture = (model.config.architectures or [type(model).__name__])[0]
     try:
         if tokenizer is None:  # boot_transformers would ask the hub for one
-            bridge = build_bridge_from_module(model, architecture, hf_config=model.config, model_name=name)
+            with torch.random.fork_rng(devices=[]):  # joint projections are split into modules that draw weights first
+                bridge = build_bridge_from_module(model, architecture, hf_config=model.config, model_name=name)
             model.set_attn_implementation("eager")
             return bridge
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        with tempfile.TemporaryDirectory() as folder:  # booting creates the tokenizer again from its folder
+        with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:  # boot reads it back
             tokenizer.save_pretrained(folder)
             saved = AutoTokenizer.from_pretrained(folder)
             return TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=saved, dtype=dtype)
@@ -337,15 +378,12 @@ def _check_causal(model: TransformerBridge) -> None:
 
 
 def _describe(model: TransformerBridge, source: str, dtype: torch.dtype, attention: str, weights: str) -> ModelInfo:
-    cfg, config = model.cfg, model.original_model.config.get_text_config(decoder=True)
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * cfg.n_layers
-    )
+    cfg, config = model.cfg, guards.text_config(model)
     window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding" if window else "full"] * cfg.n_layers
     return ModelInfo(
         source=source,
-        family=cfg.architecture,
+        family=str(cfg.architecture),
         dtype=dtype_name(dtype),
         device=str(next(model.original_model.parameters()).device),
         attention=attention,

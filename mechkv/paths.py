@@ -15,9 +15,9 @@ Controls: every pass runs the cache guards (`guards.check_cache`); a non-finite 
 `NonFiniteError`, which names the first layer and site that is not finite.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -27,10 +27,11 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import guards
 from mechkv.cache import KVState, Rows, StateCache
-from mechkv.errors import InputError, NonFiniteError
+from mechkv.errors import InputError
 from mechkv.guards import GuardLog
+from mechkv.nonfinite import locate_non_finite
 from mechkv.policies import Forced, Noted, TokenPolicy
-from mechkv.sites import CACHE_SITES, Tap, resolve, supported
+from mechkv.sites import CACHE_SITES, Tap, resolve
 
 Path = Literal["cached", "recomputed"]
 RowsKept = Literal["new", "all"]
@@ -50,6 +51,7 @@ class At:
     """Tokens processed before this step: positions from here on are the newest."""
 
 
+@runtime_checkable
 class Intervention(Protocol):
     """Changes values while a path runs; the engine is in `mechkv.patching`, the decode loop knows this much."""
 
@@ -76,6 +78,7 @@ class Step:
         activations: Site (or hook name) -> one tensor per layer (one tensor in all for a hook name).
         kv_before: The KV state that this pass attended to (empty on the recomputed path).
         kv: The KV state after this pass.
+        n_new: How many of the tokens are new in this step.
     """
 
     index: int
@@ -86,6 +89,7 @@ class Step:
     activations: Mapping[str, tuple[Tensor, ...]]
     kv_before: KVState
     kv: KVState
+    n_new: int
 
 
 class PathRunner:
@@ -106,7 +110,7 @@ class PathRunner:
         self.model, self.path, self.rows = model, path, rows
         self.log = GuardLog() if log is None else log
         self.interventions = tuple(interventions)
-        self._config = model.original_model.config
+        self._config: Any = model.original_model.config
         self._read = resolve(model, sites)
         self._write = resolve(model, [site for i in self.interventions for site in i.sites])
         self._edits_cache = any(site in CACHE_SITES for i in self.interventions for site in i.sites)
@@ -149,8 +153,9 @@ class PathRunner:
             InputError: Tokens of the wrong device, kind or range, or an intervention that returned the wrong shape.
         """
         n_new = len(tokens) - state.n_tokens if n_new is None else n_new
+        guards.check_tokens(self.model, tokens, n_new)
+        guards.check_no_autocast(tokens.device, self.log)
         n_before = len(tokens) - n_new
-        self._check_tokens(tokens, n_new)
         start_state = state if self.path == "cached" else KVState.empty(state.n_prompt)
         if self.path == "cached" and state.n_tokens != n_before:
             raise InputError(
@@ -161,22 +166,25 @@ class PathRunner:
             )
         step = self._forward(tokens, start_state, index, n_before)
         if not torch.isfinite(step.logits).all():
-            raise _locate_non_finite(self, step, n_before)
+            raise locate_non_finite(self, step)
         return step
+
+    def unchecked(self, step: Step) -> Step:
+        """The same pass again, whether its logits are finite or not."""
+        return self._forward(step.tokens, step.kv_before, step.index, len(step.tokens) - step.n_new)
 
     def _forward(self, tokens: Tensor, start_state: KVState, index: int, n_before: int) -> Step:
         now = _Pass(index, start_state.n_tokens, n_before, len(tokens))
         cache = StateCache(self._config, start_state, self._edit_cache if self._edits_cache else None)
         self._now = now
         try:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 fed = tokens[start_state.n_tokens :]
                 logits = self.model(fed[None], past_key_values=cache, logits_to_keep=1)[0, -1]
         finally:
             self._now = None
         after = cache.state(len(tokens))
-        if not self._edits_cache:
-            guards.check_cache(start_state, after, cache.visible, now.widths, self.log)
+        guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=self._edits_cache)
         kept_from = n_before if self.rows == "new" else start_state.n_tokens
         return Step(
             index=index,
@@ -187,16 +195,24 @@ class PathRunner:
             activations=self._collect(now),
             kv_before=start_state,
             kv=after,
+            n_new=len(tokens) - n_before,
         )
 
     def _attach(self, tap: Tap, body) -> None:
-        def hook(value: Tensor, hook: object) -> Tensor | None:
-            return None if self._now is None else body(tap, value, self._now)
+        def hook(tensor: Tensor, *, hook: object) -> Tensor | None:
+            return None if self._now is None else body(tap, tensor, self._now)
 
         self._handles.append((tap, tap.hook_point.add_hook(hook)))
 
     def _keep(self, tap: Tap, value: Tensor, now: "_Pass") -> None:
-        rows = value[0]
+        rows, n_fed = value[0], now.n_tokens - now.n_fed_from
+        if rows.shape[tap.pos_axis] != n_fed:
+            raise InputError(
+                f"{tap.key!r} does not hold one row for every token",
+                got=f"{list(value.shape)} where {n_fed} tokens were processed",
+                expected=f"{n_fed} rows along axis {tap.pos_axis % rows.ndim + 1}",
+                remedy="After the last block the model keeps one row: use 'logits', or a hook of ln_final.",
+            )
         if self.rows == "new":
             n_kept = now.n_tokens - now.n_before
             rows = rows.narrow(tap.pos_axis, rows.shape[tap.pos_axis] - n_kept, n_kept)
@@ -225,9 +241,9 @@ class PathRunner:
             if site not in intervention.sites:
                 continue
             given = value if current is None else current
-            version = given._version
+            version = None if given.is_inference() else given._version
             new = intervention(given, at)
-            if given._version != version:
+            if version is not None and given._version != version:
                 raise InputError(
                     f"an intervention changed {site} in place",
                     got=type(intervention).__name__,
@@ -260,24 +276,6 @@ class PathRunner:
             activations.setdefault(tap.key, []).append(now.kept[tap.key, tap.layer])
         return {key: tuple(values) for key, values in activations.items()}
 
-    def _check_tokens(self, tokens: Tensor, n_new: int) -> None:
-        cfg = self.model.cfg
-        device = self.model.original_model.get_input_embeddings().weight.device
-        vocabulary = self._config.get_text_config(decoder=True).vocab_size
-        limit = getattr(cfg, "n_ctx", None)
-        if tokens.device != device:
-            got, expected, remedy = tokens.device, device, "Move the tokens to the device of the embedding."
-        elif n_new < 1:
-            got, expected, remedy = f"{n_new} new tokens", "at least one", "Give a prompt of at least one token."
-        elif int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
-            got, expected = f"ids {int(tokens.min())}..{int(tokens.max())}", f"0..{vocabulary - 1}"
-            remedy = "The tokens come from another tokenizer."
-        elif limit and len(tokens) > limit:
-            got, expected, remedy = f"{len(tokens)} tokens", f"at most {limit}", "Shorten the prompt or decode less."
-        else:
-            return
-        raise InputError("these tokens cannot be processed", got=got, expected=expected, remedy=remedy)
-
 
 @dataclass
 class _Pass:
@@ -306,7 +304,7 @@ def decode(
     log: GuardLog | None = None,
     state: KVState | None = None,
     first_step: int = 0,
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """The decode loop: step 0 on the prompt, then at most `n_steps` further steps with the tokens that `policy` gives.
 
     A run that was interrupted goes on with `first_step`, the `state` before that step, and all tokens of that step as
@@ -328,8 +326,10 @@ def decode(
     Yields:
         `Step`s in order. Nothing is kept: a consumer that drops a step frees it.
     """
+    log = GuardLog() if log is None else log
     if n_steps < 0:
         raise InputError("too few steps", got=n_steps, expected="0 or more", remedy="Step 0 alone is n_steps=0.")
+    guards.check_model(model, None, log)
     tokens, state = prompt, KVState.empty(n_prompt=len(prompt)) if state is None else state
     n_new = len(tokens) - state.n_tokens
     with PathRunner(model, path, sites=sites, rows=rows, interventions=interventions, log=log) as runner:
@@ -386,33 +386,3 @@ def lockstep(
     finally:
         cached.close()
         recomputed.close()
-
-
-def _locate_non_finite(runner: PathRunner, step: Step, n_before: int) -> NonFiniteError:
-    """The first layer and site that is not finite in this step, with the largest finite value before it."""
-    wanted = supported(runner.model, ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"])
-    probe = PathRunner(
-        runner.model, runner.path, sites=wanted, rows="all", interventions=runner.interventions, log=runner.log
-    )
-    with probe:
-        seen = probe._forward(step.tokens, step.kv_before, step.index, n_before).activations
-    largest, where = 0.0, "logits"
-    order = [(layer, site) for layer in range(len(seen[wanted[0]])) for site in wanted]
-    for layer, site in order:
-        value = seen[site][layer]
-        finite = torch.isfinite(value)
-        if not finite.all():
-            where = f"{site} of layer {layer} ({int((~finite).sum())} of {finite.numel()} values)"
-            break
-        largest = max(largest, float(value.abs().max()))
-    dtype = step.logits.dtype
-    limit = torch.finfo(dtype).max
-    overflow = dtype == torch.float16 and largest > limit / 100
-    return NonFiniteError(
-        f"the {runner.path} path is not finite at step {step.index}",
-        got=f"NaN or infinity first at {where}; the largest finite value before it is {largest:.3g}",
-        expected=f"finite values ({dtype} ends at {limit:.3g})",
-        remedy="The model overflows float16: load it with dtype='bfloat16' (or 'float32')."
-        if overflow
-        else "Look at the mask and the weights: this is not a matter of range alone.",
-    )

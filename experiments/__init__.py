@@ -1,0 +1,1 @@
+"""One module per question: `Config` (frozen) -> `run(config, pool, folder)` -> `Outcome`; `reproduce` runs them all."""

@@ -1,0 +1,51 @@
+"""The command line: `mechkv COMMAND ...`, one file a command in `mechkv.commands`.
+
+A command is a dataclass whose fields are its arguments and whose `run` returns the exit code; it imports what is heavy
+inside `run`, so that `--help` is quick. `--json` prints one JSON document on standard output and nothing else there;
+progress and messages go to standard error.
+
+Exit codes: 0 done; 2 the input or the model cannot be used; 3 not finite; 4 a guard refused; 5 results cannot be
+written or read. `check` has its own meaning for 1 (see there).
+"""
+
+import sys
+from importlib import import_module
+
+from mechkv.errors import GuardError, InputError, MechkvError, ModelError, NonFiniteError, StorageError
+
+COMMANDS: dict[str, str] = {
+    "drift": "Drift",
+    "models": "Models",
+}
+"""Command (a module of `mechkv.commands`) -> its dataclass."""
+
+EXIT_CODES: dict[type[MechkvError], int] = {
+    InputError: 2,
+    ModelError: 2,
+    NonFiniteError: 3,
+    GuardError: 4,
+    StorageError: 5,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse, run, exit."""
+    import tyro
+
+    commands = {name: getattr(import_module(f"mechkv.commands.{name}"), kind) for name, kind in COMMANDS.items()}
+    command = tyro.extras.subcommand_cli_from_dict(
+        commands,
+        prog="mechkv",
+        description="Cached and cache-free decoding of one transformer: where, why and how much do they differ?",
+        args=argv,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    try:
+        code = command.run()
+    except MechkvError as error:
+        print(f"mechkv: {error}", file=sys.stderr)
+        code = next(value for kind, value in EXIT_CODES.items() if isinstance(error, kind))
+    except KeyboardInterrupt:
+        print("mechkv: interrupted; finished pieces are kept in --out, run the same command to go on", file=sys.stderr)
+        code = 130
+    raise SystemExit(code)

@@ -1,0 +1,275 @@
+"""How different are two tensors?
+
+Question: `a` was computed on the cached path, `b` on the recomputed path (or by the oracle); by how much do they
+differ? Every metric is evaluated in float64 from the two tensors as they are; nothing is cast to a common dtype first.
+
+Equations, with d = a - b and norms taken over all elements of a tensor (or of a row):
+    rel_l2 = |d| / |b|,   rel_linf = max|d| / max|b|,   signed_mean = mean d,   rms = |d| / sqrt(n)
+    cosine_distance = 1 - <a, b> / (|a| |b|) = (|d|^2 - (|a| - |b|)^2) / (2 |a| |b|)
+    with |a| - |b| = <d, a + b> / (|a| + |b|)
+The second form of the cosine distance is the one evaluated: the first loses everything below 1e-16, and drift lives
+there.
+
+Conventions: equality is of bits, so -0.0 and 0.0 count as different although they are 0 ULP apart. A value that is
+undefined (a zero norm below the fraction; any non-finite element) is None in a `Difference` and NaN in rows and frames,
+and `nonfinite` says why: no average is ever taken over NaN. Equal fraction and bitwise equality are about bits and
+always defined.
+
+Controls: a tensor against itself gives exactly 0 in every metric; `metric_floor` bounds the round-off of the evaluation
+itself. The metrics of two logit vectors are in `mechkv.distributions` and importable from here as well.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from mechkv.distributions import (
+    NEAR_TIE_DISTANCES,
+    UNIT_ROUNDOFF,
+    LogitDifference,
+    check_pair,
+    compare_logit_rows,
+    compare_logits,
+    exact_tie,
+    flip_certified,
+    js,
+    kl,
+    margin,
+    near_ties,
+    require_certificate,
+    top1_flip,
+    top_k_overlap,
+    total_variation,
+)
+from mechkv.errors import InputError
+
+__all__ = [
+    "NEAR_TIE_DISTANCES",
+    "ULP_QUANTILES",
+    "UNIT_ROUNDOFF",
+    "Difference",
+    "LogitDifference",
+    "compare",
+    "compare_logit_rows",
+    "compare_logits",
+    "compare_rows",
+    "exact_tie",
+    "flip_certified",
+    "js",
+    "kl",
+    "margin",
+    "metric_floor",
+    "near_ties",
+    "require_certificate",
+    "top1_flip",
+    "top_k_overlap",
+    "total_variation",
+    "ulp_distance",
+]
+
+ULP_QUANTILES = {"ulp_q50": 0.5, "ulp_q90": 0.9, "ulp_q99": 0.99}
+_INTEGER_VIEW = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+_INT64_MAX = torch.iinfo(torch.int64).max
+_FLOAT_METRICS = ("max_abs", "rel_l2", "rel_linf", "cosine_distance", "signed_mean", "rms")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Cached minus recomputed, one tensor. `None`: undefined. Counts and bit equality are always defined."""
+
+    n: int
+    max_abs: float | None
+    rel_l2: float | None
+    rel_linf: float | None
+    cosine_distance: float | None
+    signed_mean: float | None
+    rms: float | None
+    max_ulp: int | None
+    ulp_q50: int | None
+    ulp_q90: int | None
+    ulp_q99: int | None
+    equal_fraction: float
+    bitwise_equal: bool
+    nonfinite: int
+    nonfinite_a: int
+    nonfinite_b: int
+
+    def to_dict(self) -> dict[str, float | int | bool]:
+        """The fields as one row of a frame; undefined values become NaN."""
+        return {name: math.nan if value is None else value for name, value in asdict(self).items()}
+
+
+def compare(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Difference:
+    """Every two-tensor metric of cached `a` against recomputed `b`, over all elements. Same shape, dtype and device."""
+    check_pair(a, b)
+    flat_a, flat_b = a.detach().reshape(1, -1), b.detach().reshape(1, -1)
+    row: dict[str, Any] = {name: values.item() for name, values in _compare_core(flat_a, flat_b).items()}
+    defined = row["nonfinite"] == 0
+    numbers: dict[str, Any] = {name: row[name] if math.isfinite(row[name]) else None for name in _FLOAT_METRICS}
+    max_ulp: int | None = None
+    quantiles: dict[str, Any] = dict.fromkeys(ULP_QUANTILES)
+    if defined:
+        ulps = ulp_distance(flat_a, flat_b).reshape(-1)
+        ranks = {name: math.ceil(q * ulps.numel()) for name, q in ULP_QUANTILES.items()}
+        quantiles = {name: int(ulps.kthvalue(rank).values) for name, rank in ranks.items()}
+        max_ulp = int(row["max_ulp"])
+    return Difference(
+        n=flat_a.shape[1],
+        max_ulp=max_ulp,
+        equal_fraction=row["equal_fraction"],
+        bitwise_equal=bool(row["bitwise_equal"]),
+        nonfinite=row["nonfinite"],
+        nonfinite_a=row["nonfinite_a"],
+        nonfinite_b=row["nonfinite_b"],
+        **numbers,
+        **quantiles,
+    )
+
+
+def compare_rows(
+    a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."], dim: int | Sequence[int] = 0
+) -> dict[str, np.ndarray]:
+    """The metrics of `compare` for every index of axis `dim` (or of several axes, in the order given), in one pass.
+
+    Each array has the shape of those axes. The definitions are those of `compare`; undefined values are NaN. The
+    quantiles of the ULP distance are left out (they need a sort). Integers beyond 2^53 in `max_ulp` are rounded to
+    float64.
+    """
+    check_pair(a, b)
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    if not all(-a.ndim <= axis < a.ndim for axis in dims) or len({axis % a.ndim for axis in dims}) != len(dims):
+        raise InputError(
+            "row axes", got=dims, expected=f"distinct axes of a {a.ndim}-dimensional tensor", remedy="Pass other axes."
+        )
+    front = list(range(len(dims)))
+    moved_a, moved_b = a.detach().movedim(dims, front), b.detach().movedim(dims, front)
+    shape = moved_a.shape[: len(dims)]
+    rows = math.prod(shape)
+    table = _compare_core(moved_a.reshape(rows, -1), moved_b.reshape(rows, -1))
+    arrays = {name: values.numpy().reshape(shape) for name, values in table.items()}
+    arrays["max_ulp"] = np.where(arrays["nonfinite"] > 0, np.nan, arrays["max_ulp"].astype(np.float64))
+    return arrays
+
+
+def ulp_distance(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """Steps between neighbouring representable values from `a` to `b`, element by element, in their own dtype.
+
+    Bit patterns are mapped to integers that grow with the value, both zeros to 0: -0.0 and 0.0 are 0 apart, and the
+    smallest subnormals of either sign are 2 apart. Infinity follows the largest finite value. -1 where either is NaN.
+    A float64 distance beyond int64 saturates at 2^63 - 1.
+    """
+    check_pair(a, b)
+    distance = _ulp_distance(_bits(a.detach()), _bits(b.detach()), a.dtype).to(torch.int64)
+    return torch.where(a.isnan() | b.isnan(), -1, distance)
+
+
+def _compare_core(a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    """All row metrics of two [row, n] tensors, on the CPU. Undefined metrics are NaN; `max_ulp` then means nothing.
+
+    The drift profile calls this at every step, so slow kernels (`where`, infinity norms) are avoided.
+    """
+    n = a.shape[1]
+    bits_a, bits_b = _bits(a), _bits(b)
+    different = (bits_a != bits_b).sum(-1, dtype=torch.int32).to(torch.int64)
+    max_ulp = _ulp_distance(bits_a, bits_b, a.dtype).amax(-1).to(torch.int64)
+    x, y, scale = _float64_rows(a, b)
+    d = x - y
+    norm_a, norm_b, norm_d = (torch.linalg.vector_norm(v, dim=-1) for v in (x, y, d))
+    max_d, max_b = d.abs().amax(-1), y.abs().amax(-1)
+    gap = (2.0 * torch.linalg.vecdot(d, y) + norm_d.square()) / (norm_a + norm_b)
+    cosine = (norm_d.square() - gap.square()).clamp_min(0.0) / (2.0 * norm_a * norm_b)
+    columns = [max_d * scale, norm_d / norm_b, max_d / max_b, cosine, d.mean(-1) * scale, norm_d / math.sqrt(n) * scale]
+    # One transfer from the device for the floats, one for the integers.
+    floats = torch.stack([*columns, norm_a, norm_b]).cpu()
+    counts = torch.stack([different, max_ulp]).cpu()
+    finite = floats[-2:].isfinite().all(0)
+    bad_a, bad_b, bad = _count_nonfinite(a, b, finite)
+    defined = finite.expand(len(columns), -1).clone()
+    defined[1:4] &= floats[-1] > 0
+    defined[3] &= floats[-2] > 0
+    table = dict(zip(_FLOAT_METRICS, torch.where(defined, floats[:-2], math.nan), strict=True))
+    equal_fraction = 1.0 - counts[0].to(torch.float64) / n
+    table |= {"max_ulp": counts[1], "equal_fraction": equal_fraction, "bitwise_equal": counts[0] == 0}
+    return table | {"nonfinite": bad, "nonfinite_a": bad_a, "nonfinite_b": bad_b}
+
+
+def _float64_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Both tensors in float64, and what they were divided by: 1, but a power of two for each row of float64 input."""
+    if a.dtype != torch.float64:
+        # Two steps are faster than one from the 16-bit dtypes, and as exact.
+        return a.float().double(), b.float().double(), 1.0
+    scale = _row_scale(a, b)
+    return a / scale, b / scale, scale.squeeze(-1)
+
+
+def _row_scale(x: Tensor, y: Tensor) -> Tensor:
+    """A power of two for each row that keeps squares inside float64 (the narrower dtypes cannot leave it)."""
+    largest = torch.maximum(x.abs().amax(-1, keepdim=True), y.abs().amax(-1, keepdim=True))
+    exponent = torch.frexp(largest).exponent.clamp(-1021, 1023)
+    usable = largest.isfinite() & (largest > 0)
+    return torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+
+
+def _count_nonfinite(a: Tensor, b: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Non-finite elements per row: in `a`, in `b`, in either. Counted only when a row norm says that there are some."""
+    if bool(finite.all()):
+        zero = torch.zeros(a.shape[0], dtype=torch.int64)
+        return zero, zero, zero
+    bad_a, bad_b = ~a.isfinite(), ~b.isfinite()
+    return bad_a.sum(-1).cpu(), bad_b.sum(-1).cpu(), (bad_a | bad_b).sum(-1).cpu()
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Bit patterns as signed integers: int32 (sign-extended for 16-bit floats), int64 for float64."""
+    bits = values.view(_INTEGER_VIEW[values.dtype])
+    return bits.to(torch.int32) if bits.dtype == torch.int16 else bits
+
+
+def _ulp_distance(bits_a: Tensor, bits_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """ULP distance without regard to NaN: int32 for 16-bit floats, int64 otherwise."""
+    key_a, key_b = _ordered(bits_a, dtype), _ordered(bits_b, dtype)
+    difference = key_a - key_b
+    if dtype != torch.float64:
+        return difference.abs()
+    wrapped = ((key_a ^ key_b) & (key_a ^ difference)) < 0
+    return torch.where(wrapped, _INT64_MAX, difference.abs())
+
+
+def _ordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers that grow with the value: the bits of the magnitude, negated where the sign bit is set."""
+    sign = bits >> (torch.iinfo(bits.dtype).bits - 1)
+    magnitude = bits & torch.iinfo(_INTEGER_VIEW[dtype]).max
+    signed = (magnitude ^ sign) - sign
+    return signed.to(torch.int64) if dtype == torch.float32 else signed
+
+
+def metric_floor(metric: str, n: int, value: float = 0.0) -> float:
+    """Bound on the absolute round-off of `metric` when it is evaluated here, in float64, over `n` elements.
+
+    With u = 2^-53 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1; any order of summation):
+        max_abs, max_abs_dz, rel_linf                  4 u value
+        rel_l2, rms                                    (n + 4) u value
+        signed_mean                                    (n + 4) u value      value: the RMS of the same tensors
+        cosine_distance                                4 (n + 4) u value^2  value: the relative L2 of the same tensors
+        kl, js, tv                                     8 (n + 64) u value   logits up to about 60 above one another
+    It is 0 at value 0: identical tensors give exactly 0. Round-off of the *model*, a path against itself, is measured.
+    """
+    u = UNIT_ROUNDOFF[torch.float64]
+    bounds = {"max_abs": 4 * u * value, "max_abs_dz": 4 * u * value, "rel_linf": 4 * u * value}
+    bounds |= dict.fromkeys(("rel_l2", "rms", "signed_mean"), (n + 4) * u * value)
+    bounds |= {"cosine_distance": 4 * (n + 4) * u * value**2}
+    bounds |= dict.fromkeys(("kl", "js", "tv"), 8 * (n + 64) * u * value)
+    if metric not in bounds:
+        raise InputError("metric", got=metric, expected=f"one of {sorted(bounds)}", remedy="Pick a numeric metric.")
+    return bounds[metric]

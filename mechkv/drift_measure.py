@@ -1,0 +1,283 @@
+"""How much do the paths differ on one prompt, step by step and layer by layer, and where does it come from?
+
+Both paths walk in lockstep, teacher-forced on the same tokens; drift is cached minus recomputed at the same site, layer
+and absolute position. Everything is reduced as it goes, so memory does not grow with the number of steps.
+
+Per step and layer the drift at the block's output is also split in two (metrics: injected / propagated error). With
+f_c and f_r one block as the cached and the recomputed path compute it, and x_c, x_r the residual stream that enters it,
+
+    f_c(x_c) - f_r(x_r)  =  [f_c(x_r) - f_r(x_r)]  +  [f_c(x_c) - f_c(x_r)]
+          drift                  injected                  propagated
+
+f_c(x_r) is one more cached step in which every block is given the recomputed path's residual stream, done on every
+`split_every`-th step. `injected` holds what the inherited cache and the one-token kernels of this very block add.
+
+KV drift is given by provenance: `prefill` rows (written by the prompt), `decode` rows (written by one-token steps) and
+`new`, the row of the newest token, which is not counted in `decode`.
+
+Controls in every profile: step 0 (exactly zero), a repeated step (each path against itself, exactly zero), and the same
+tokens in float32, from the same weights.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
+
+from mechkv import guards
+from mechkv.cache import KVState
+from mechkv.comparison import compare_logits, compare_rows
+from mechkv.errors import InputError
+from mechkv.guards import GuardLog
+from mechkv.paths import At, PathRunner, Step, lockstep
+from mechkv.policies import Forced, Greedy, TokenPolicy
+from mechkv.sites import AXES, CACHE_SITES, supported
+from mechkv.stats import rng
+
+METRICS: tuple[str, ...] = (
+    "max_abs",
+    "rel_l2",
+    "rel_linf",
+    "cosine_distance",
+    "signed_mean",
+    "rms",
+    "max_ulp",
+    "equal_fraction",
+    "bitwise_equal",
+    "nonfinite",
+)
+DEFAULT_SITES: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+
+
+@dataclass(frozen=True)
+class DriftConfig:
+    """What to measure.
+
+    Attributes:
+        n_steps: Decode steps after the prompt.
+        sites: Sites with one `[d_model]` row a position; those that the family lacks are left out of the default.
+        split_every: Injected / propagated error on every so many steps; 0: never.
+        n_repeats: Steps per prompt that are done twice, on both paths, as the floor and the reproducibility guard.
+        seed: Chooses the repeated steps.
+    """
+
+    n_steps: int = 24
+    sites: tuple[str, ...] = DEFAULT_SITES
+    split_every: int = 8
+    n_repeats: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n_steps < 1:
+            raise InputError("too few steps", got=self.n_steps, expected="at least 1", remedy="Step 0 cannot drift.")
+        if self.split_every < 0 or not 1 <= self.n_repeats <= self.n_steps:
+            raise InputError(
+                "impossible sampling of steps",
+                got=f"split_every={self.split_every}, n_repeats={self.n_repeats}",
+                expected=f"split_every >= 0 and n_repeats in 1..{self.n_steps}",
+                remedy="At least one step is repeated: a profile without its floor means nothing.",
+            )
+        wrong = [site for site in self.sites if AXES.get(site) != "pos d_model"]
+        if wrong or not self.sites:
+            raise InputError(
+                "sites without one residual-sized row a position",
+                got=wrong or "none",
+                expected=f"some of {', '.join(DEFAULT_SITES)}",
+                remedy="K, V and logits are profiled anyway; heads are the business of head_analysis.",
+            )
+
+
+@dataclass(frozen=True)
+class PromptDrift:
+    """One prompt, one model.
+
+    Attributes:
+        frame: A row per step, layer, site (and provenance of K/V); columns as in `drift.DriftProfile.frame`.
+        steps: A row per step: token fed, metrics of the logits.
+        split: A row per sampled step and layer: injected, propagated and total error, relative to the L2 norm of the
+            recomputed output.
+        tokens: `[pos]`, the prompt and the tokens fed.
+        n_prompt: Tokens in the prompt.
+        guards: How often each guard ran.
+    """
+
+    frame: pd.DataFrame
+    steps: pd.DataFrame
+    split: pd.DataFrame
+    tokens: Int[Tensor, "pos"]
+    n_prompt: int
+    guards: dict[str, int] = field(default_factory=dict)
+
+
+def profile_prompt(
+    model: TransformerBridge,
+    prompt: Int[Tensor, "pos"],
+    config: DriftConfig,
+    *,
+    continuation: Sequence[int] | None = None,
+    label: str | int = 0,
+) -> PromptDrift:
+    """Profile one prompt on both paths.
+
+    Args:
+        model: An admitted bridge.
+        prompt: `[pos]`.
+        config: What to measure.
+        continuation: Tokens to feed after the prompt; by default the cached path's greedy choice.
+        label: Names the prompt in the seed of the repeated steps.
+
+    Raises:
+        GuardError, NonFiniteError: See `guards` and `paths`.
+    """
+    n_steps = config.n_steps if continuation is None else len(continuation)
+    policy: TokenPolicy = Greedy() if continuation is None else Forced([*prompt.tolist(), *continuation])
+    sites = tuple(supported(model, config.sites))
+    sample = rng(config.seed, "repeat", label).permutation(np.arange(1, n_steps + 1))
+    repeated = set(sample[: config.n_repeats].tolist())
+    log, rows, steps, split = GuardLog(), [], [], []
+    for cached, recomputed in lockstep(model, prompt, policy=policy, n_steps=n_steps, sites=sites, log=log):
+        rows += _step_rows(cached, recomputed, sites)
+        steps.append(_logit_row(cached, recomputed))
+        if cached.index in repeated:
+            _repeat(model, cached, recomputed, sites, log)
+        if config.split_every and cached.index and (cached.index - 1) % config.split_every == 0:
+            split += list(_split_rows(model, cached, recomputed, log))
+        tokens = cached.tokens
+    return PromptDrift(
+        frame=pd.concat(rows, ignore_index=True),
+        steps=pd.DataFrame(steps),
+        split=pd.DataFrame(split, columns=["step", "layer", "injected", "propagated", "drift"]),
+        tokens=tokens.cpu(),
+        n_prompt=len(prompt),
+        guards=dict(log),
+    )
+
+
+def _step_rows(cached: Step, recomputed: Step, sites: Sequence[str]) -> list[pd.DataFrame]:
+    """Drift of one step at the newest position, and of the KV state."""
+    last = [torch.stack([value[-1] for site in sites for value in s.activations[site]]) for s in (cached, recomputed)]
+    n_layers = len(cached.activations[sites[0]])
+    frames = [
+        _frame(
+            compare_rows(last[0], last[1]),
+            cached,
+            site=np.repeat(sites, n_layers),
+            layer=np.tile(np.arange(n_layers), len(sites)),
+            provenance="activation",
+            n_rows=1,
+        ),
+        _frame(
+            compare_rows(cached.logits[None], recomputed.logits[None]),
+            cached,
+            site=["logits"],
+            layer=[n_layers],
+            provenance="activation",
+            n_rows=1,
+        ),
+    ]
+    for layers in _alike(cached.kv):
+        frames += _kv_rows(cached, recomputed, layers)
+    return frames
+
+
+def _alike(kv: KVState) -> list[list[int]]:
+    """Layers grouped by the shape of what they hold."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for layer, keys in enumerate(kv.keys):
+        groups.setdefault(tuple(keys.shape), []).append(layer)
+    return list(groups.values())
+
+
+def _kv_rows(cached: Step, recomputed: Step, layers: list[int]) -> list[pd.DataFrame]:
+    stacks = [
+        torch.stack([rows[layer] for rows in (step.kv.keys, step.kv.values) for layer in layers])
+        for step in (cached, recomputed)
+    ]
+    first, newest = cached.kv.first_position(layers[0]), cached.kv.n_tokens - 1
+    edge = cached.kv.n_prompt
+    spans = {
+        "prefill": (first, min(edge, newest + 1)),
+        "decode": (max(first, edge), newest),
+        "new": (newest, newest + 1),
+    }
+    if cached.index == 0:
+        spans = {"prefill": (first, newest + 1)}
+    frames = []
+    for provenance, (start, stop) in spans.items():
+        if start >= stop:
+            continue
+        parts = [stack[:, :, start - first : stop - first] for stack in stacks]
+        frames.append(
+            _frame(
+                compare_rows(parts[0], parts[1]),
+                cached,
+                site=np.repeat(CACHE_SITES, len(layers)),
+                layer=np.tile(layers, 2),
+                provenance=provenance,
+                n_rows=stop - start,
+            )
+        )
+    return frames
+
+
+def _frame(table: dict[str, np.ndarray], step: Step, **columns: Any) -> pd.DataFrame:
+    head = {"step": step.index, "position": step.positions[-1], **columns}
+    return pd.DataFrame(head | {name: table[name] for name in METRICS})
+
+
+def _logit_row(cached: Step, recomputed: Step) -> dict[str, Any]:
+    row = {"step": cached.index, "position": cached.positions[-1], "token": int(cached.tokens[-1])}
+    return row | compare_logits(cached.logits, recomputed.logits).to_dict()
+
+
+def _repeat(model: TransformerBridge, cached: Step, recomputed: Step, sites: Sequence[str], log: GuardLog) -> None:
+    """Do both halves of a step again, from the same state."""
+    n_new = len(cached.positions)
+    for step in (cached, recomputed):
+        with PathRunner(model, step.path, sites=sites, log=log) as runner:
+            state = cached.kv_before
+            guards.check_repeat(step, runner.step(step.tokens, state, step.index, n_new), log)
+
+
+class _GiveResidual:
+    """Every block gets the recomputed path's residual stream."""
+
+    sites = ("resid_pre",)
+
+    def __init__(self, rows: Sequence[Float[Tensor, "row d_model"]]) -> None:
+        self._rows = rows
+
+    def __call__(self, value: Tensor, at: At) -> Tensor:
+        assert at.layer is not None
+        return self._rows[at.layer].clone()
+
+
+def _split_rows(model: TransformerBridge, cached: Step, recomputed: Step, log: GuardLog) -> Iterator[dict[str, Any]]:
+    given = [_GiveResidual(_site(model, recomputed, "resid_pre", log))]
+    with PathRunner(model, "cached", sites=("resid_post",), interventions=given, log=log) as runner:
+        mixed = runner.step(cached.tokens, cached.kv_before, cached.index).activations["resid_post"]
+    ours, theirs = (_site(model, step, "resid_post", log) for step in (cached, recomputed))
+    size = ours[0][-1].numel()
+    stacks = [torch.stack([value[-1] for value in values]) for values in (mixed, ours, theirs)]
+    norms = torch.linalg.vector_norm(stacks[2].double(), dim=-1).cpu().numpy() / np.sqrt(size)
+    parts = {
+        "injected": compare_rows(stacks[0], stacks[2])["rms"] / norms,
+        "propagated": compare_rows(stacks[1], stacks[0])["rms"] / norms,
+        "drift": compare_rows(stacks[1], stacks[2])["rms"] / norms,
+    }
+    for layer in range(len(norms)):
+        yield {"step": cached.index, "layer": layer} | {name: values[layer] for name, values in parts.items()}
+
+
+def _site(model: TransformerBridge, step: Step, site: str, log: GuardLog) -> tuple[Tensor, ...]:
+    """A site of a step that is already done; from the step when it recorded it, else by doing the step again."""
+    if site in step.activations:
+        return step.activations[site]
+    with PathRunner(model, step.path, sites=(site,), log=log) as runner:
+        return runner.step(step.tokens, step.kv_before, step.index, len(step.positions)).activations[site]
