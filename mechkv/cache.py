@@ -36,8 +36,8 @@ class KVState:
         n_prompt: Rows at positions below this have provenance `prefill`, the others `decode`.
     """
 
-    keys: tuple[Shaped[Tensor, "n_kv pos d_head"], ...]
-    values: tuple[Shaped[Tensor, "n_kv pos d_head"], ...]
+    keys: tuple[Shaped[Tensor, "n_kv _pos d_head"], ...]
+    values: tuple[Shaped[Tensor, "n_kv _pos d_head"], ...]
     n_tokens: int
     n_prompt: int
 
