@@ -90,6 +90,15 @@ def test_writing_to_a_mapped_tensor_leaves_the_file_alone(tmp_path):
     assert torch.equal(storage.read_tensors(tmp_path / "t.safetensors")["t"], torch.zeros(3))
 
 
+def test_a_rewritten_file_is_a_new_one(tmp_path):
+    path = tmp_path / "t.safetensors"
+    storage.write_tensors(path, {"t": torch.zeros(3)})
+    held = storage.read_tensors(path)
+    storage.write_tensors(path, {"t": torch.ones(3)})
+    assert torch.equal(held["t"], torch.zeros(3))
+    assert torch.equal(storage.read_tensors(path)["t"], torch.ones(3))
+
+
 def test_tensor_files_have_the_permissions_of_other_files(tmp_path):
     storage.write_tensors(tmp_path / "t.safetensors", {"t": torch.zeros(3)})
     (tmp_path / "plain").touch()
