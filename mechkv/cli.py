@@ -16,6 +16,7 @@ from mechkv.errors import GuardError, InputError, MechkvError, ModelError, NonFi
 COMMANDS: dict[str, str] = {
     "drift": "Drift",
     "models": "Models",
+    "patch": "Patch",
 }
 """Command (a module of `mechkv.commands`) -> its dataclass."""
 

@@ -89,7 +89,7 @@ class Reprojection(CausalResult):
         ).reset_index()
 
 
-def reprojection(
+def reprojection_check(
     model: TransformerBridge,
     prompts: Sequence[str | Tensor],
     config: ReprojectionConfig | None = None,

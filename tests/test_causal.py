@@ -17,7 +17,7 @@ from mechkv.onset import DriftOnset, OnsetConfig, _rows, drift_onset
 from mechkv.patch_bench import PatchBench
 from mechkv.patching import ALL_LAYERS, PatchSweep, SweepConfig, patch_sweep, sweep_step
 from mechkv.policies import Greedy
-from mechkv.reprojection import SITE, Reprojection, ReprojectionConfig, _compared, _one_pass, reprojection
+from mechkv.reprojection import SITE, Reprojection, ReprojectionConfig, _compared, _one_pass, reprojection_check
 from mechkv.sources import Held, Pair, pairs
 from mechkv.trajectory import FreeRunning, TeacherForced, TrajectoryConfig, free_running, teacher_forced
 from tests.test_patches import corrupted
@@ -276,7 +276,7 @@ def test_onset_without_drift():
     ids=str,
 )
 def test_same_shape_is_bitwise_and_other_shapes_are_close(family, dtype):
-    found = reprojection(tiny_bridge(family, dtype=dtype), PROMPTS[1:2], ReprojectionConfig(n_steps=3, n_sampled=4))
+    found = reprojection_check(tiny_bridge(family, dtype=dtype), PROMPTS[1:2], ReprojectionConfig(n_steps=3, n_sampled=4))
     table = found.summary().set_index(["writer", "projection", "site"]).sort_index()
     for cell in (("prefill", "prompt"), ("decode", "one-row"), ("full", "many-row")):
         assert (table.loc[cell, "bitwise_equal"] == 1).all()
@@ -309,7 +309,7 @@ def test_a_residual_that_is_not_the_recorded_one_is_caught(single):
 def test_results_are_saved_and_read_back(sweep, forced, single, tmp_path):
     free = free_running(single, PROMPTS[:1], TrajectoryConfig(n_steps=1, at=1))
     onset = drift_onset(single, PROMPTS[:1], OnsetConfig(n_steps=1))
-    projected = reprojection(single, PROMPTS[1:2], ReprojectionConfig(n_steps=1, n_sampled=1))
+    projected = reprojection_check(single, PROMPTS[1:2], ReprojectionConfig(n_steps=1, n_sampled=1))
     kinds = {PatchSweep: sweep, TeacherForced: forced, FreeRunning: free, DriftOnset: onset, Reprojection: projected}
     for number, (kind, result) in enumerate(kinds.items()):
         loaded = kind.load(result.save(tmp_path / str(number)))
