@@ -46,10 +46,10 @@ class Config:
     model: str = "smollm2-135m"
     dtype: str = "float16"
     n_prompts: int = 4
-    n_steps: int = 5
-    factorial_every: int = 2
-    layers_every: int = 10
-    patch_at: int = 2
+    n_steps: int = 9
+    factorial_every: int = 3
+    layers_every: int = 15
+    patch_at: int = 7
     free_steps: int = 0
     n_reprojected: int = 1
     prompts: Path | None = None
@@ -93,7 +93,7 @@ def measure(config: Config, pool: ModelPool, texts: list[str], folder: Path) -> 
     at, n = config.patch_at, config.n_steps
     runs = folder / "run"
     forced = TrajectoryConfig(n_steps=n, at=at)
-    sweep = SweepConfig(n_steps=n, at=(n - 1,), every=config.layers_every, layer_noise=n > 8, seed=config.seed)
+    sweep = SweepConfig(n_steps=n, at=(n - 1,), every=config.layers_every, layer_noise=n > 9, seed=config.seed)
     projection = ReprojectionConfig(n_steps=min(n, 4), seed=config.seed)
     free = TrajectoryConfig(n_steps=config.free_steps, at=1) if config.free_steps else None
     return Results(
@@ -116,7 +116,7 @@ def report(results: Results, config: Config) -> Outcome:
         sections=[_section(results, where)],
         method=[(f"{NAME}: {key}", str(value)) for key, value in vars(config).items()],
         limits=[
-            f"C5 was measured on {config.model}; it says nothing about a 7B model, and kernels of other devices differ.",
+            f"C5 was measured on {config.model}; it says nothing about a 7B model, and other devices run other kernels.",
             "A patch of the last layer's residual restores the logits of its own step by construction.",
         ],
         provenance=results.factorial.provenance,
@@ -142,7 +142,7 @@ def inherited_finding(factorial: CausalFactorial, where: str) -> Finding:
         "steps that drift",
         model=where,
         source=NAME,
-        note=f"Main effect of the state projected on the drift; {int(row['n_undefined'])} steps without drift left out.",
+        note=f"Main effect of the state, projected on the drift; {int(row['n_undefined'])} steps without drift.",
     )
 
 

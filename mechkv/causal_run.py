@@ -112,9 +112,7 @@ class Walks:
         return found[: n_steps + 1]
 
 
-def walk(
-    walks: Walks | None, model: TransformerBridge, prompt: Tensor, n_steps: int, log: GuardLog
-) -> Iterable[Pair]:
+def walk(walks: Walks | None, model: TransformerBridge, prompt: Tensor, n_steps: int, log: GuardLog) -> Iterable[Pair]:
     """From `walks` if given, else a walk of its own that keeps nothing."""
     if walks is None:
         return _walk(model, prompt, n_steps, log)
@@ -162,7 +160,9 @@ def run_prompts(
     digests = [hashlib.sha256(repr(t.tolist()).encode()).hexdigest() for t in tokens]
     settings = {"kind": kind.KIND, "config": _plain(config), "model": before, "dtype": known.dtype, "prompts": digests}
     run, pieces = RunFolder(folder, settings), []
-    bar = tqdm(tokens, desc=f"{kind.KIND}, {known.dtype}", unit="prompt", disable=None if progress is None else not progress)
+    bar = tqdm(
+        tokens, desc=f"{kind.KIND}, {known.dtype}", unit="prompt", disable=None if progress is None else not progress
+    )
     for number, prompt in enumerate(bar):
         pieces.append(run.piece(f"{number:04d}", lambda number=number, prompt=prompt: _piece(measure, number, prompt)))
     log: GuardLog = GuardLog()
@@ -175,9 +175,7 @@ def run_prompts(
         dtype=known.dtype,
         guards=dict(log),
         provenance=provenance.collect(model),
-        prompts=pd.DataFrame(
-            {"prompt": range(len(tokens)), "n_prompt": [len(t) for t in tokens], "sha256": digests}
-        ),
+        prompts=pd.DataFrame({"prompt": range(len(tokens)), "n_prompt": [len(t) for t in tokens], "sha256": digests}),
     )
 
 
@@ -197,4 +195,3 @@ def require(condition: bool, what: str, *, got: object, expected: object, remedy
     """An `InputError` unless the condition holds."""
     if not condition:
         raise InputError(what, got=got, expected=expected, remedy=remedy)
-

@@ -15,7 +15,7 @@ this very step, in every layer. With z_sc the logits (or the last residual) of a
     new        N = 1/2 [(z_c1 - z_cF) + (z_r1 - z_rF)]          main effect of the computation
     interaction  X = (z_c1 - z_r1) - (z_cF - z_rF)
 
-evaluated in float64. The share that is inherited is <I, D> / <D, D>, that made afresh <N, D> / <D, D>; they add up to 1
+evaluated in float64. The inherited share is <I, D> / <D, D>, that made afresh <N, D> / <D, D>; they add up to 1
 and either can be negative or above 1. For KL(. || z_rF), a scalar v of each cell with v_rF = 0, the shares are the two
 main effects of v (its Shapley values) over v_c1. Shares are NaN, and counted, where D is at or below its floor.
 
@@ -63,7 +63,7 @@ class FactorialConfig:
 
     Attributes:
         n_steps: Decode steps after the prompt, on the cached path's greedy tokens.
-        every: Every so many of them, from the first.
+        every: Every so many of them, counted down from the last.
     """
 
     n_steps: int = 12
@@ -75,7 +75,7 @@ class FactorialConfig:
     @property
     def sampled(self) -> list[int]:
         """The steps that are taken apart."""
-        return list(range(1, self.n_steps + 1, self.every))
+        return list(range(self.n_steps, 0, -self.every))[::-1]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,11 @@ class CausalFactorial(CausalResult):
         drifting = diagonal[~diagonal["equals_recomputed"]][["prompt", "step", "quantity"]]
         part = self.frame.merge(drifting, on=["prompt", "step", "quantity"])
         columns = {name: (name, "mean") for name in ("equals_recomputed", "equals_cached")}
-        return part.groupby(["quantity", "state", "computation"], sort=False).agg(**columns, n=("step", "size")).reset_index()
+        return (
+            part.groupby(["quantity", "state", "computation"], sort=False)
+            .agg(**columns, n=("step", "size"))
+            .reset_index()
+        )
 
     def plot(self) -> dict[str, Any]:
         """The figures of this result by name."""
@@ -154,7 +158,7 @@ def causal_factorial(
         with PatchBench(model, "cached", log=log) as one, PatchBench(model, "recomputed", log=log) as full:
             for pair in walk(walks, model, prompt, config.n_steps, log):
                 if pair.index in config.sampled:
-                    steps = four_cells(one, full, pair, identity=pair.index == 1)
+                    steps = four_cells(one, full, pair, identity=pair.index == config.sampled[0])
                     for quantity, values in (("logits", _logits(steps)), ("residual", _residuals(steps))):
                         head = {"step": pair.index, "quantity": quantity}
                         cells += [head | row for row in _cell_rows(quantity, values)]
@@ -166,9 +170,7 @@ def causal_factorial(
     )
 
 
-def four_cells(
-    one: PatchBench, full: PatchBench, pair: Pair, *, identity: bool = False
-) -> dict[tuple[str, str], Step]:
+def four_cells(one: PatchBench, full: PatchBench, pair: Pair, *, identity: bool = False) -> dict[tuple[str, str], Step]:
     """All four cells of one step; the diagonal ones are the paths themselves.
 
     Args:

@@ -66,23 +66,28 @@ class DriftOnset(CausalResult):
 
     def onset(self) -> pd.DataFrame:
         """Per prompt the first step at which any newly written row differs, with the first layer and site in the order
-        of computation (K before V), and the first step at which a row of the prompt moved; missing if never."""
+        of computation (K before V); and the first step and layer at which an older row moved on the recomputed path.
+        Missing if never. A row that is born at the step and in or after the layer of a move may owe its difference to
+        it; one that is born before is the one-token computation's own."""
         rows = []
         for prompt, part in self.frame.groupby("prompt"):
-            row: dict[str, Any] = {"prompt": prompt, "step": pd.NA, "layer": pd.NA, "site": pd.NA, "moved_step": pd.NA}
-            born, moved = part[part["born"]], part[part["n_moved"] > 0]
-            if len(born):
-                first = born[born["step"] == born["step"].min()].sort_values(["layer", "site"]).iloc[0]
-                row |= {"step": first["step"], "layer": first["layer"], "site": first["site"]}
-            if len(moved):
-                row["moved_step"] = moved["step"].min()
+            row: dict[str, Any] = {"prompt": prompt}
+            for name, hit in (("", part["born"]), ("moved_", part["n_moved"] > 0)):
+                found = part[hit].sort_values(["step", "layer", "site"]).head(1)
+                for column in ("step", "layer", "site"):
+                    row[f"{name}{column}"] = found[column].iloc[0] if len(found) else pd.NA
             rows.append(row)
-        return pd.DataFrame(rows).astype({name: "Int64" for name in ("step", "layer", "moved_step")})
+        whole = ("step", "layer", "moved_step", "moved_layer")
+        return pd.DataFrame(rows).astype(dict.fromkeys(whole, "Int64"))
 
     def shares(self) -> pd.DataFrame:
         """Per site: share of newly written rows (layers x steps) that are born different, and the share of older rows
         that differ, and that moved, at the last step."""
-        last = self.frame[self.frame["step"] == self.frame["step"].max()].groupby("site")[["n_old", "n_differ", "n_moved"]].sum()
+        last = (
+            self.frame[self.frame["step"] == self.frame["step"].max()]
+            .groupby("site")[["n_old", "n_differ", "n_moved"]]
+            .sum()
+        )
         born = self.frame.groupby("site")["born"].mean()
         return pd.DataFrame(
             {

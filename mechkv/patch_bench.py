@@ -10,7 +10,7 @@ Also here: how a patched step is measured. With `clean` the logits of the source
     recovery = 1 - D(patched, clean) / D(unpatched, clean),      D = KL(. || clean) or relative L2 of the logits,
 
 undefined (NaN) where the denominator is at or below its floor: the larger of the difference of a path with itself,
-measured (0 for repeatable kernels, else the run is refused), and the round-off of the metric (`comparison.metric_floor`).
+measured (0 for repeatable kernels, else the run is refused), and the metric's round-off (`comparison.metric_floor`).
 Recovery is 1 for bitwise equality, 0 where the patch changes nothing, and negative where it makes things worse.
 """
 

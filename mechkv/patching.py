@@ -321,13 +321,17 @@ def _placebos(
     into: PathName = config.into
     for kind in config.placebos:
         if kind == "noise":
-            yield Trial(target, ALL_LAYERS, _patches(source, into, target, change=noise(config.seed, label, target)), kind)
+            yield Trial(
+                target, ALL_LAYERS, _patches(source, into, target, change=noise(config.seed, label, target)), kind
+            )
         elif kind == "shuffled" and target == "kv":
             change = shuffled(config.seed, label)
             yield Trial(target, ALL_LAYERS, _patches(source, into, target, change=change), kind)
         elif kind == "foreign" and foreign is not None:
             shift = pair.cached.kv.n_tokens - foreign.cached.kv.n_tokens
-            there: tuple[PathName, PathName] = ("recomputed", "cached") if into == "cached" else ("cached", "recomputed")
+            there: tuple[PathName, PathName] = (
+                ("recomputed", "cached") if into == "cached" else ("cached", "recomputed")
+            )
             other = ForeignSource(foreign.source(there[0]), foreign.source(there[1]), shift)
             yield Trial(target, ALL_LAYERS, _patches(other, into, target), kind)
         elif kind == "one_ulp" and target == "kv":

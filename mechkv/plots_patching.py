@@ -47,7 +47,7 @@ def factorial_figures(result: "CausalFactorial") -> dict[str, Figure]:
 
 
 def factorial_cells(result: "CausalFactorial") -> Figure:
-    """Distance of three cells from the fourth, the recomputed path: one marker a step, all prompts, exact zeros apart."""
+    """Distance of three cells from the fourth, the recomputed path: one marker a step, exact zeros apart."""
     frame = result.frame[(result.frame["quantity"] == "logits")]
     with style():
         figure = new_figure(DOUBLE / 2, 2.6)
@@ -58,18 +58,20 @@ def factorial_cells(result: "CausalFactorial") -> Figure:
         for place, (part, look) in enumerate(zip(shown, SERIES_LOOKS, strict=False)):
             x = place + rng.uniform(-0.25, 0.25, len(part))
             above = (part["rel_l2"] > 0).to_numpy()
-            axes.plot(x[above], part["rel_l2"][above], linestyle="none", marker=look.marker, color=look.colour, alpha=0.6)
+            axes.plot(
+                x[above], part["rel_l2"][above], linestyle="none", marker=look.marker, color=look.colour, alpha=0.6
+            )
             if not above.all():
                 strip.mark(x[~above], look)
-                axes.annotate(
-                    f"{(~above).sum()} of {len(above)}\nbitwise equal",
-                    (place, 0.02),
-                    xycoords=axes.get_xaxis_transform(),
-                    ha="center",
-                    va="bottom",
-                    fontsize=6,
-                )
-        axes.set_xticks(range(3), list(_CELL_NAMES.values()))
+            axes.annotate(
+                f"{(~above).sum()} of {len(above)}\nbitwise equal",
+                (place, 1.0),
+                xycoords=axes.get_xaxis_transform(),
+                ha="center",
+                va="bottom",
+                fontsize=6,
+            )
+        axes.set_xticks(range(3), list(_CELL_NAMES.values()), fontsize=6)
         axes.set_xlim(-0.6, 2.6)
         axes.set_ylabel("relative L2 of the logits\nfrom the recomputed path")
         sns.despine(ax=axes)
@@ -133,7 +135,9 @@ def recovery_by_layer(result: "PatchSweep", metric: str = "rel_l2") -> Figure:
                     _recovery_line(axes, line, look, _NAMES[target])
                 hiss = part[(part["target"] == target) & (part["kind"] == "noise")].sort_values("layer")
                 if len(hiss):
-                    _recovery_line(axes, hiss, Look("0.55", look.dash, look.marker), f"{_NAMES[target]}, noise", faint=True)
+                    _recovery_line(
+                        axes, hiss, Look("0.55", look.dash, look.marker), f"{_NAMES[target]}, noise", faint=True
+                    )
             for height in (0.0, 1.0):
                 axes.axhline(height, color="0.6", linewidth=0.5, zorder=0)
             axes.set_title("the patched step" if later == 0 else f"{later} step{'s' * int(later > 1)} later, unpatched")
@@ -185,7 +189,7 @@ def recovery_all_layers(result: "PatchSweep", metric: str = "rel_l2") -> Figure:
             low, high = (np.clip(part[name].to_numpy(np.float64), LOWEST, 2.0) for name in ("low", "high"))
             axes.hlines(y, low, high, color=look.colour, linewidth=0.8)
             for lost in np.flatnonzero(x < LOWEST):
-                axes.annotate(f" {x[lost]:.1g}", (LOWEST, y[lost]), fontsize=6, va="center")
+                axes.annotate(f" {x[lost]:.1g}", (LOWEST + 0.15 * i, y[lost]), fontsize=6, va="center")
         for place in (0.0, 1.0):
             axes.axvline(place, color="0.6", linewidth=0.5, zorder=0)
         axes.set_yticks(range(len(order)), order)
@@ -209,9 +213,9 @@ def trajectory_drift(result: "TeacherForced", metric: str = "rel_l2") -> Figure:
     with style():
         figure = new_figure(DOUBLE, 2.6)
         panels = figure.subplots(1, 2, sharey=True)
+        zeros = [c for c in conditions if (frame[frame["condition"] == c][metric] == 0).any()]
         for axes, view in zip(panels, ("patched", "probe"), strict=True):
             part = frame[frame["view"] == view]
-            zeros = [c for c in conditions if (part[part["condition"] == c][metric] == 0).any()]
             strip = zero_aware_log_axis(axes, frame[metric].to_numpy(), max(len(zeros), 1))
             for condition, look in zip(conditions, SERIES_LOOKS, strict=False):
                 line = part[part["condition"] == condition].sort_values("step")

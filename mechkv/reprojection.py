@@ -39,7 +39,6 @@ from mechkv.interventions import Patch
 from mechkv.paths import Path as PathName
 from mechkv.paths import PathRunner, Step, decode
 from mechkv.policies import Forced, Greedy
-from mechkv.sites import CACHE_SITES
 from mechkv.sources import Held, KVReader, TensorSource
 from mechkv.stats import rng
 
@@ -114,9 +113,7 @@ def _cached_run(
 ) -> list[pd.DataFrame]:
     n_prompt, parts, written = len(prompt), [], {}
     step: Step | None = None
-    for step in decode(
-        model, prompt, path="cached", policy=Greedy(), n_steps=config.n_steps, sites=(SITE,), log=log
-    ):
+    for step in decode(model, prompt, path="cached", policy=Greedy(), n_steps=config.n_steps, sites=(SITE,), log=log):
         parts.append(step.activations[SITE])
         written |= _newest(step)
     assert step is not None
@@ -194,7 +191,9 @@ def _one_row(
         for position in positions:
             if position == 0:
                 continue
-            keys, values = (tuple(r.new_zeros(r[:, :position].shape) for r in rows) for rows in (like.keys, like.values))
+            keys, values = (
+                tuple(r.new_zeros(r[:, :position].shape) for r in rows) for rows in (like.keys, like.values)
+            )
             state = KVState(keys, values, position, like.n_prompt)
             found |= _newest(runner.step(tokens[: position + 1], state, 1))
     return found

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """Rows of one site and layer, at absolute positions; rows before `sees_from` are out of reach of the newest token."""
+    """Rows of one site and layer at absolute positions; those before `sees_from` are out of the newest token's reach."""
 
     value: Shaped[Tensor, "..."]
     positions: range

@@ -181,9 +181,7 @@ def _patches(name: str, index: int, at: int, source: StepSource) -> tuple[Patch,
     return {"residual": (residual,), "kv": (kv,), "both": (kv, residual)}[what]
 
 
-def _check_by_construction(
-    name: str, patches: tuple[Patch, ...], step: Step, recomputed: Step, log: GuardLog
-) -> None:
+def _check_by_construction(name: str, patches: tuple[Patch, ...], step: Step, recomputed: Step, log: GuardLog) -> None:
     if not patches or name.startswith("kv"):
         return
     if not same_bits(step.logits, recomputed.logits):
@@ -240,9 +238,7 @@ def free_running(
 class _FreeRun:
     """Greedy runs of one prompt; full passes over the same tokens are done once."""
 
-    def __init__(
-        self, model: TransformerBridge, prompt: Tensor, n_steps: int, log: GuardLog, stack: ExitStack
-    ) -> None:
+    def __init__(self, model: TransformerBridge, prompt: Tensor, n_steps: int, log: GuardLog, stack: ExitStack) -> None:
         self.prompt, self.n_steps, self.log, self._reader = prompt, n_steps, log, KVReader()
         self._full = stack.enter_context(
             PathRunner(model, "recomputed", sites=WALKED, interventions=(self._reader,), log=log)

@@ -276,7 +276,9 @@ def test_onset_without_drift():
     ids=str,
 )
 def test_same_shape_is_bitwise_and_other_shapes_are_close(family, dtype):
-    found = reprojection_check(tiny_bridge(family, dtype=dtype), PROMPTS[1:2], ReprojectionConfig(n_steps=3, n_sampled=4))
+    found = reprojection_check(
+        tiny_bridge(family, dtype=dtype), PROMPTS[1:2], ReprojectionConfig(n_steps=3, n_sampled=4)
+    )
     table = found.summary().set_index(["writer", "projection", "site"]).sort_index()
     for cell in (("prefill", "prompt"), ("decode", "one-row"), ("full", "many-row")):
         assert (table.loc[cell, "bitwise_equal"] == 1).all()

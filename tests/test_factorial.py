@@ -129,7 +129,9 @@ def test_no_drift_no_share():
 
 def test_guards_count_the_proofs(result):
     n_cells = 4 * 2
-    assert result.guards["nothing_else_written"] == 2 * n_cells + 2 * 4  # two patched cells a step, two identities a prompt
+    assert (
+        result.guards["nothing_else_written"] == 2 * n_cells + 2 * 4
+    )  # two patched cells a step, two identities a prompt
     assert result.guards["identity_patch"] == 2 * 4
     assert result.guards["null_control"] == 4
     assert result.guards["untouched"] == 2 * n_cells + 1

@@ -188,7 +188,10 @@ def test_noise_has_the_norm_of_the_real_change_and_another_direction(llama):
 
 def test_shuffled_rows_are_the_same_rows_elsewhere(llama):
     step = llama.cached.patched(llama.pair.cached, one_patch(llama, change=shuffled(0)))
-    rows = [r[:, : N_PROMPT + STEP - 1].movedim(1, 0).flatten(1) for r in (step.kv.keys[1], llama.pair.recomputed.kv.keys[1])]
+    rows = [
+        r[:, : N_PROMPT + STEP - 1].movedim(1, 0).flatten(1)
+        for r in (step.kv.keys[1], llama.pair.recomputed.kv.keys[1])
+    ]
     same = (rows[0][:, None] == rows[1][None]).all(-1)
     assert torch.equal(same.sum(0), torch.ones(len(same), dtype=same.sum(0).dtype))
     assert not same.diagonal().any()
