@@ -116,7 +116,7 @@ def report(results: Results, config: Config) -> Outcome:
         sections=[_section(results, where)],
         method=[(f"{NAME}: {key}", str(value)) for key, value in vars(config).items()],
         limits=[
-            f"C5 was measured on {config.model}; it says nothing about a 7B model, and other devices run other kernels.",
+            f"C5 was measured on {config.model}: it says nothing about a 7B model, nor about other kernels.",
             "A patch of the last layer's residual restores the logits of its own step by construction.",
         ],
         provenance=results.factorial.provenance,

@@ -19,7 +19,7 @@ evaluated in float64. The inherited share is <I, D> / <D, D>, that made afresh <
 and either can be negative or above 1. For KL(. || z_rF), a scalar v of each cell with v_rF = 0, the shares are the two
 main effects of v (its Shapley values) over v_c1. Shares are NaN, and counted, where D is at or below its floor.
 
-Controls: the off-diagonal cells are patches with proof; giving a path its own rows (identity) must leave its bits alone,
+Controls: the off-diagonal cells are patches with proof; giving a path its own rows (identity) leaves its bits alone,
 checked on the first sampled step; the diagonal cells are done again after the patches, bitwise the same.
 """
 

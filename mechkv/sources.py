@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """Rows of one site and layer at absolute positions; those before `sees_from` are out of the newest token's reach."""
+    """Rows of one site and layer at absolute positions; before `sees_from` they are out of the newest token's reach."""
 
     value: Shaped[Tensor, "..."]
     positions: range
