@@ -68,7 +68,10 @@ def test_smollm2_float16_cells_are_those_of_plain_loops(tmp_path):
     folder = packaged.ensure("smollm2-135m")
     plain = plain_cells.in_another_process(tmp_path / "cells.safetensors", str(folder), "float16")
     model = mechkv.load_model("smollm2-135m", dtype="float16")
-    assert cells_agree(model, plain_cells.real_runs(), plain) == 12
+    run = (plain["0 fed"], int(plain["0 n_prompt"]), plain_cells.REAL_STEPS)
+    assert cells_agree(model, [run], plain) == 4 * len(plain_cells.REAL_STEPS)
+    drifting = [s for s in run[2] if not same_bits(plain[f"0 {s} cached one-token"], plain[f"0 {s} recomputed full"])]
+    assert drifting, "no drift at these lengths on this machine: choose other steps"
 
 
 def test_main_effects_add_up_to_the_drift(result):
