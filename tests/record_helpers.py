@@ -52,3 +52,12 @@ def count_passes(monkeypatch):
     original = PathRunner._forward
     monkeypatch.setattr(PathRunner, "_forward", lambda self, *args: passes.append(args) or original(self, *args))
     return passes
+
+
+class Scale:
+    """Multiplies one layer's output of attention."""
+
+    sites = ("attn_out",)
+
+    def __call__(self, value, at):
+        return value * 3 if at.layer == 1 and at.step == 2 else None

@@ -16,6 +16,7 @@ from tests.record_helpers import (  # noqa: F401
     N_TOKENS,
     RAGGED,
     SEVERAL,
+    Scale,
     assert_same,
     bridges,
     count_passes,

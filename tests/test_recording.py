@@ -16,6 +16,7 @@ from tests.record_helpers import (  # noqa: F401
     N_TOKENS,
     RAGGED,
     SEVERAL,
+    Scale,
     assert_same,
     bridges,
     count_passes,
@@ -202,15 +203,6 @@ def test_unsupported_sites_and_unknown_keywords(bridges):
         run(bridges(), steps=3)
     with pytest.raises(InputError, match="n_prompt=9 with 8"):
         estimate_bytes(bridges(), 8, 9)
-
-
-class Scale:
-    """Multiplies one layer's output of attention."""
-
-    sites = ("attn_out",)
-
-    def __call__(self, value, at):
-        return value * 3 if at.layer == 1 and at.step == 2 else None
 
 
 def test_interventions_show_from_their_step_and_layer_on(bridges):
