@@ -19,7 +19,7 @@ import pandas as pd
 
 from experiments.outcome import ModelPool, Outcome, problem_texts
 from mechkv.causal_run import Walks
-from mechkv.claims import Finding, Verdict
+from mechkv.claims import Finding
 from mechkv.factorial import CausalFactorial, FactorialConfig, causal_factorial
 from mechkv.onset import DriftOnset, OnsetConfig, drift_onset
 from mechkv.patching import ALL_LAYERS, PatchSweep, SweepConfig, patch_sweep
@@ -155,7 +155,7 @@ def recovery_finding(sweep: PatchSweep, where: str) -> Finding:
     noise = table.loc[("noise", "kv"), "estimate"] if ("noise", "kv") in table.index else math.nan
     fails = _verdict(-residual["estimate"], -residual["high"], -residual["low"], edge=-0.5)
     works = _verdict(kv["estimate"], kv["low"], kv["high"])
-    verdict: Verdict = fails if fails != "reproduced" or works == "reproduced" else "partly"
+    verdict = fails if fails != "reproduced" or works == "reproduced" else "partly"
     return Finding(
         claim="C5",
         verdict=verdict,
@@ -172,7 +172,7 @@ def recovery_finding(sweep: PatchSweep, where: str) -> Finding:
     )
 
 
-def _verdict(estimate: float, low: float, high: float, edge: float = 0.5) -> Verdict:
+def _verdict(estimate: float, low: float, high: float, edge: float = 0.5) -> str:
     if math.isnan(estimate):
         return "not testable here"
     if low > edge:

@@ -13,8 +13,7 @@ path. An edit of the cache state stays in the state, so later steps of the cache
 
 Controls. `Board` runs patches and notes every write; `check_landed` proves bit by bit, for every patched step, that the
 rest of the model saw what was written, that nothing else was written (old K/V rows, and everything upstream of the
-first write, are those of the unpatched step), and counts it in the guard log. Placebos: `noise` of the same norm row by
-row, `shuffled` rows, `sources.ForeignSource` (the patch of another prompt), `one_ulp`.
+first write, are those of the unpatched step), and counts it in the guard log. Placebos are in `mechkv.placebos`.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -29,7 +28,6 @@ from mechkv.guards import GuardLog, same_bits
 from mechkv.paths import At, Step
 from mechkv.sites import AXES, CACHE_SITES
 from mechkv.sources import Source
-from mechkv.stats import torch_rng
 
 Change = Callable[[Shaped[Tensor, "..."], Shaped[Tensor, "..."], At, int], Tensor]
 """(own rows, the source's rows, where, position axis) -> the rows to write."""
@@ -191,60 +189,6 @@ def _blend(own: Tensor, other: Tensor, dose: float) -> Tensor:
     return torch.where(own == other, other, mixed)
 
 
-# ------------------------------------------------------------------------------------------------------- placebos
-
-
-def noise(seed: int, *labels: str | int) -> Change:
-    """Own rows plus Gaussian noise; each row's change has, after rounding, the norm of the source's change.
-
-    The scale is found by bisection, because small noise is rounded away.
-    """
-
-    def change(own: Tensor, other: Tensor, at: At, axis: int) -> Tensor:
-        layer = -1 if at.layer is None else at.layer
-        generator = torch_rng(seed, "noise", *labels, at.site, layer, at.step)
-        direction = torch.randn(own.shape, generator=generator, dtype=torch.float64).to(own.device)
-        start, rest = own.double(), [dim for dim in range(own.ndim) if dim != axis]
-        target = (other.double() - start).square().sum(rest, keepdim=True).sqrt()
-        unit = direction / direction.square().sum(rest, keepdim=True).sqrt()
-        low, high = torch.zeros_like(target), 16.0 * target
-        for _ in range(40):
-            middle = (low + high) / 2
-            reached = ((start + middle * unit).to(own.dtype).double() - start).square().sum(rest, keepdim=True).sqrt()
-            low, high = torch.where(reached < target, middle, low), torch.where(reached < target, high, middle)
-        return torch.where(target > 0, (start + high * unit).to(own.dtype), own)
-
-    return change
-
-
-def shuffled(seed: int, *labels: str | int) -> Change:
-    """The source's rows, in an order without fixed points among positions (one row alone stays)."""
-
-    def change(own: Tensor, other: Tensor, at: At, axis: int) -> Tensor:
-        n = other.shape[axis]
-        if n < 2:
-            return other
-        layer = -1 if at.layer is None else at.layer
-        order = torch.randperm(n, generator=torch_rng(seed, "shuffle", *labels, at.site, layer, at.step))
-        moved = torch.empty_like(order)
-        moved[order] = order.roll(1)
-        return other.index_select(axis, moved.to(other.device))
-
-    return change
-
-
-def one_ulp(index: tuple[int, ...]) -> Change:
-    """Own rows with the element at `index` (within the selected rows) moved to the next value away from zero."""
-
-    def change(own: Tensor, other: Tensor, at: At, axis: int) -> Tensor:
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
-        moved = own.clone(memory_format=torch.contiguous_format)
-        moved.view(bits)[index] += 1
-        return moved
-
-    return change
-
-
 # ---------------------------------------------------------------------------------------------------------- proof
 
 
@@ -400,8 +344,5 @@ __all__ = [
     "bits_differ",
     "check_landed",
     "check_untouched",
-    "noise",
-    "one_ulp",
     "position_axis",
-    "shuffled",
 ]

@@ -33,10 +33,11 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.causal_run import CausalResult, Frames, Walks, require, run_prompts
 from mechkv.guards import GuardLog, check_repeat, same_bits
-from mechkv.interventions import Change, Patch, check_untouched, noise, one_ulp, shuffled
+from mechkv.interventions import Change, Patch, check_untouched
 from mechkv.patch_bench import DISTANCES, PatchBench, distances, floor, recovery
 from mechkv.paths import Path as PathName
 from mechkv.paths import Step
+from mechkv.placebos import noise, one_ulp, shuffled
 from mechkv.sites import CACHE_SITES
 from mechkv.sources import ForeignSource, Pair, Source
 from mechkv.stats import cluster_bootstrap

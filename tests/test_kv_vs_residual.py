@@ -9,13 +9,12 @@ import torch
 from experiments import kv_vs_residual
 from experiments.kv_vs_residual import _verdict, inherited_finding, recovery_finding
 from mechkv.cli import main
-from mechkv.figure_style import png
 from mechkv.patching import ALL_LAYERS
 from tests.tiny import tiny_bridge, tiny_hf, tiny_tokenizer
 
 TEXTS = [" ".join(f"w{(7 * i + 3 * j) % 97}" for j in range(9 + i)) for i in range(4)]
 CONFIG = kv_vs_residual.Config(
-    model="tiny", dtype="float32", n_steps=4, layers_every=2, patch_at=2, factorial_every=2, free_steps=3
+    model="tiny", dtype="float32", n_steps=3, layers_every=2, patch_at=2, factorial_every=2, free_steps=2
 )
 
 
@@ -35,7 +34,7 @@ def test_report_of_a_tiny_run(results):
     (section,) = outcome.sections
     assert set(section.figures) == set(kv_vs_residual._CAPTIONS)
     for figure, caption in section.figures.values():
-        assert png(figure)[:4] == b"\x89PNG"
+        assert all(axes.has_data() for axes in figure.axes)
         assert "float32" in caption
     shares = results.factorial.summary().set_index(["quantity", "measure"])
     finding = outcome.findings[0]
@@ -88,7 +87,7 @@ def test_command(tmp_path, capsys):
     tiny_hf("llama-gqa").save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     problems = tmp_path / "problems.jsonl"
-    lines = [json.dumps({"question": text, "answer": "so #### 3"}) for text in TEXTS[:2]]
+    lines = [json.dumps({"question": text, "answer": "so\n#### 3"}) for text in TEXTS[:2]]
     problems.write_text("\n".join(lines) + "\n")
     arguments = ["--prompts", str(problems), "--n-prompts", "2", "--steps", "2", "--every-layer", "3"]
     arguments += ["--dtype", "float32", "--out", str(tmp_path / "out"), "--json"]

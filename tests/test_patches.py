@@ -8,10 +8,11 @@ import torch
 from mechkv.cache import KVState
 from mechkv.errors import GuardError, InputError
 from mechkv.guards import GuardLog, same_bits
-from mechkv.interventions import Board, Patch, check_landed, noise, one_ulp, shuffled
+from mechkv.interventions import Board, Patch, check_landed
 from mechkv.localise import Place, localise_kv
 from mechkv.patch_bench import PatchBench, distances, recovery
 from mechkv.paths import At, PathRunner
+from mechkv.placebos import noise, one_ulp, shuffled
 from mechkv.policies import Greedy
 from mechkv.sources import ForeignSource, Held, Pair, RecordSource, StepSource, TensorSource, inherited, pairs
 from tests.tiny import WINDOW, tiny_bridge, tokens
