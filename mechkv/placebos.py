@@ -1,9 +1,9 @@
 """Is it this patch, or any patch? Changes that a `Patch` writes instead of the source's own rows.
 
-Each is a `Change`: (own rows, the source's rows, where, position axis) -> the rows to write. `noise` has the norm of the
-real change row by row, `shuffled` writes the source's rows in another order, `one_ulp` is the smallest change there is.
-The patch of another prompt is a source (`sources.ForeignSource`). What is random depends on a seed, labels, the site,
-the layer and the step alone.
+Each is a `Change`: (own rows, the source's rows, where, position axis) -> the rows to write. `noise` has the norm of
+the real change row by row, `shuffled` writes the source's rows in another order, `one_ulp` is the smallest change there
+is. The patch of another prompt is a source (`sources.ForeignSource`). What is random depends on a seed, labels, the
+site, the layer and the step alone.
 """
 
 import torch

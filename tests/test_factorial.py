@@ -65,7 +65,7 @@ def test_tiny_cells_are_those_of_plain_loops(dtype):
 def test_smollm2_float16_cells_are_those_of_plain_loops(tmp_path):
     from mechkv import packaged
 
-    folder = packaged.ensure("smollm2-135m")
+    folder = packaged.folder("smollm2-135m", quiet=True)
     plain = plain_cells.in_another_process(tmp_path / "cells.safetensors", str(folder), "float16")
     model = mechkv.load_model("smollm2-135m", dtype="float16")
     run = (plain["0 fed"], int(plain["0 n_prompt"]), plain_cells.REAL_STEPS)
