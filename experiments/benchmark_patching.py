@@ -30,7 +30,7 @@ TARGET = 1.15
 STEPS = (2, 12)
 
 
-def sweep_cost(source: str = "smollm2-135m", dtype: str = "float32", layers_every: int = 3, blocks: int = 5) -> dict:
+def sweep_cost(source: str = "smollm2-135m", dtype: str = "float32", layers_every: int = 5, blocks: int = 5) -> dict:
     """The ratio after `STEPS` steps, from the same process."""
     model = load_model(source, dtype=dtype)
     prompt = torch.tensor(model.tokenizer(format_prompt(word_problems()[0]))["input_ids"])

@@ -112,7 +112,7 @@ def report(results: Results, config: Config) -> Outcome:
     """What the results say, for the claims table and the report."""
     where = f"{config.model}, {config.dtype}, {config.n_prompts} prompts x {config.n_steps} decode steps"
     return Outcome(
-        findings=[inherited_finding(results.factorial, where), recovery_finding(results.sweep, where)],
+        findings=[inherited_finding(results.factorial, results.onset, where), recovery_finding(results.sweep, where)],
         sections=[_section(results, where)],
         method=[(f"{NAME}: {key}", str(value)) for key, value in vars(config).items()],
         limits=[
@@ -123,7 +123,7 @@ def report(results: Results, config: Config) -> Outcome:
     )
 
 
-def inherited_finding(factorial: CausalFactorial, where: str) -> Finding:
+def inherited_finding(factorial: CausalFactorial, onset: DriftOnset, where: str) -> Finding:
     """C5, the causal claim: how much of the logit drift comes with the inherited KV state."""
     table = factorial.summary().set_index(["quantity", "measure"])
     row = table.loc[("logits", "inherited_share")]
@@ -142,7 +142,21 @@ def inherited_finding(factorial: CausalFactorial, where: str) -> Finding:
         "steps that drift",
         model=where,
         source=NAME,
-        note=f"Main effect of the state, projected on the drift; {int(row['n_undefined'])} steps without drift.",
+        note=f"Main effect of the state, projected on the drift; {int(row['n_undefined'])} steps without drift. "
+        + _origin(onset),
+    )
+
+
+def _origin(onset: DriftOnset) -> str:
+    """In how many prompts the reference moved first: inherited drift need not be the cache's making."""
+    table = onset.onset()
+    table = table[table["step"].notna()]
+    moved = (table["moved_step"] < table["step"]) | (
+        (table["moved_step"] == table["step"]) & (table["moved_layer"] < table["layer"])
+    )
+    return (
+        f"In {int(moved.fillna(False).sum())} of {len(table)} prompts that differ, the first difference is an old row "
+        "that moved on the recomputed path, not a newly cached one."
     )
 
 

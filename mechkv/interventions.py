@@ -314,8 +314,10 @@ def _check_rest(step: Step, writes: dict[tuple[str, int | None], Write], unpatch
             if not (same and kept):
                 raise _leak(f"{site}, layer {layer}", step)
     for site, values in step.activations.items():
-        if "." not in site and not all(
-            same_bits(values[layer], unpatched.activations[site][layer]) for layer in range(first)
+        if (
+            "." not in site
+            and site in unpatched.activations
+            and not all(same_bits(values[layer], unpatched.activations[site][layer]) for layer in range(first))
         ):
             raise _leak(f"{site} below layer {first}", step)
 

@@ -78,8 +78,17 @@ def test_a_run_without_drift_is_not_testable(results):
     )
     frame = results.factorial.frame.assign(equals_recomputed=True)
     still = type(results.factorial)(**{**vars(results.factorial), "effects": effects, "frame": frame})
-    assert inherited_finding(still, "here").verdict == "not testable here"
-    assert inherited_finding(still, "here").value is None
+    assert inherited_finding(still, results.onset, "here").verdict == "not testable here"
+    assert inherited_finding(still, results.onset, "here").value is None
+
+
+def test_origin_counts_prompts_whose_reference_moved_first(results):
+    assert kv_vs_residual._origin(results.onset).startswith("In 0 of 4 prompts")
+    frame = results.onset.frame.copy()
+    frame.loc[(frame["layer"] == 0) & (frame["prompt"] < 3), "born"] = False
+    frame.loc[(frame["layer"] == 0) & (frame["prompt"] < 2) & (frame["step"] == 1), "n_moved"] = 1
+    planted = type(results.onset)(**{**vars(results.onset), "frame": frame})
+    assert kv_vs_residual._origin(planted).startswith("In 2 of 4 prompts")
 
 
 def test_command(tmp_path, capsys):

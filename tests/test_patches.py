@@ -106,6 +106,16 @@ def test_a_patched_state_equals_a_step_from_that_state(case):
     assert same_bits(patched.logits, started.logits)
 
 
+def test_all_branch_outputs_are_the_other_path():
+    """The residual stream is a sum: with every attention and MLP output of the other path it is the other path's."""
+    model, branches, log = tiny_bridge("llama-gqa"), ("attn_out", "mlp_out"), GuardLog()
+    *_, pair = pairs(model, tokens(N_PROMPT), policy=Greedy(), n_steps=2, sites=("resid_post", *branches))
+    with PatchBench(model, "cached", sites=("resid_post", *branches), log=log) as bench:
+        for sites, same in ((branches, True), (("mlp_out",), False)):
+            patch = Patch(pair.source("recomputed"), "cached", sites, positions="current")
+            assert same_bits(bench.patched(pair.cached, patch).logits, pair.recomputed.logits) is same
+
+
 def test_windowed_layers_take_the_rows_that_they_can_see():
     made = case_of("mistral-window", torch.float32)
     with made.cached, made.recomputed:
