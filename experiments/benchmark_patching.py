@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformer_lens.model_bridge import TransformerBridge
@@ -80,12 +81,13 @@ def _ratio(model: TransformerBridge, pair: Pair, layers_every: int, blocks: int)
 
 
 def _bare_steps(model: TransformerBridge, pair: Pair, n: int) -> None:
+    config: Any = model.original_model.config
     step = pair.cached
     state: KVState = step.kv_before
     fed = step.tokens[state.n_tokens :][None]
     with torch.no_grad():
         for _ in range(n):
-            model(fed, past_key_values=StateCache(model.original_model.config, state), logits_to_keep=1)
+            model(fed, past_key_values=StateCache(config, state), logits_to_keep=1)
 
 
 def _timed(work: Callable[[], None]) -> float:
@@ -95,4 +97,5 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(sweep_cost(*sys.argv[1:3])))
+    given = dict(zip(("source", "dtype"), sys.argv[1:3], strict=False))
+    print(json.dumps(sweep_cost(given.get("source", "smollm2-135m"), given.get("dtype", "float32"))))

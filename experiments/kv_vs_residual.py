@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from experiments.outcome import ModelPool, Outcome, problem_texts
 from mechkv.causal_run import Walks
@@ -199,7 +200,7 @@ def _number(value: float) -> float | None:
 
 
 def _section(results: Results, where: str) -> Section:
-    figures = {}
+    figures: dict[str, tuple[Figure | Path | str, str]] = {}
     for result in (results.factorial, results.sweep, results.forced, results.onset):
         figures |= {name: (figure, f"{_CAPTIONS[name]} {where}.") for name, figure in result.plot().items()}
     tables: dict[str, tuple[pd.DataFrame, str]] = {

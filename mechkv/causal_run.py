@@ -11,6 +11,7 @@ pass a step, which costs far more than any patched step.
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -164,7 +165,7 @@ def run_prompts(
         tokens, desc=f"{kind.KIND}, {known.dtype}", unit="prompt", disable=None if progress is None else not progress
     )
     for number, prompt in enumerate(bar):
-        pieces.append(run.piece(f"{number:04d}", lambda number=number, prompt=prompt: _piece(measure, number, prompt)))
+        pieces.append(run.piece(f"{number:04d}", partial(_piece, measure, number, prompt)))
     log: GuardLog = GuardLog()
     for piece in pieces:
         log.update(piece.values["guards"])

@@ -179,7 +179,8 @@ def four_cells(one: PatchBench, full: PatchBench, pair: Pair, *, identity: bool 
         pair: The step of both paths.
         identity: Also give each path its own rows: nothing may change.
     """
-    before = {path: pair.source(path).digest() for path in ("cached", "recomputed")}
+    paths: tuple[PathName, ...] = ("cached", "recomputed")
+    before = {path: pair.source(path).digest() for path in paths}
     cells = {
         ("cached", "one-token"): pair.cached,
         ("recomputed", "one-token"): one.patched(pair.cached, inherited_state(pair, "recomputed", "cached")),

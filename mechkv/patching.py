@@ -281,7 +281,7 @@ def _trials(pair: Pair, config: SweepConfig, foreign: Pair | None, label: int) -
     source = pair.source("recomputed" if into == "cached" else "cached")
     n_layers = len(pair.cached.kv.keys)
     layers = range(n_layers - 1, -1, -config.every)
-    everything = [target for target in ("residual", "kv") if target in config.targets]
+    everything: list[str] = [target for target in ("residual", "kv") if target in config.targets]
     for target in everything:
         yield Trial(target, ALL_LAYERS, _patches(pair.source(into), into, target), "identity")
     for layer in reversed(layers):

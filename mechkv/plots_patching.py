@@ -4,7 +4,7 @@ Conventions: `figure_style`. Recovery is drawn on a linear axis from 0 (nothing 
 logits), and clipped below at -1, where a patch makes the difference twice as large: a triangle marks what lies lower.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -245,7 +245,7 @@ def provenance_map(result: "DriftOnset", prompt: int = 0) -> Figure:
     with style():
         figure = new_figure(DOUBLE, 2.6)
         panels = figure.subplots(1, 2, sharey=True)
-        mesh = None
+        mesh: Any = None
         for axes, site in zip(panels, ("cache_k", "cache_v"), strict=True):
             wide = table[table["site"] == site].pivot(index="layer", columns="position", values="rel_l2")
             values = wide.to_numpy(np.float64)

@@ -111,7 +111,8 @@ def reprojection_check(
 def _cached_run(
     model: TransformerBridge, prompt: Tensor, config: ReprojectionConfig, number: int, log: GuardLog
 ) -> list[pd.DataFrame]:
-    n_prompt, parts, written = len(prompt), [], {}
+    n_prompt, parts = len(prompt), []
+    written: dict[tuple[str, int, int], Tensor] = {}
     step: Step | None = None
     for step in decode(model, prompt, path="cached", policy=Greedy(), n_steps=config.n_steps, sites=(SITE,), log=log):
         parts.append(step.activations[SITE])
