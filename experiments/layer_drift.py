@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.outcome import ModelPool, Outcome, problem_texts
-from mechkv.claims import Finding, Verdict
+from mechkv.claims import Finding
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.report import Section
 from mechkv.stats import cluster_bootstrap, proportion_interval
@@ -105,7 +105,7 @@ def precision_finding(profile: DriftProfile, where: str) -> Finding:
     row = cluster_bootstrap(orders, "orders").iloc[0]
     flips, n = int(single["flip"].sum()), len(single)
     near = abs(row["low"] - PREDICTED_ORDERS) < 1 and abs(row["high"] - PREDICTED_ORDERS) < 1
-    verdict: Verdict = "not reproduced" if flips else "reproduced" if near else "partly"
+    verdict = "not reproduced" if flips else "reproduced" if near else "partly"
     upper = proportion_interval(flips, n).high
     return Finding(
         claim="C3",

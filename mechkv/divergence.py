@@ -11,6 +11,7 @@ The first divergence index is right-censored where the texts agree to the end: a
 Agreement is known for the tokens that were decoded and no further.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -268,7 +269,7 @@ def run_settings(kind: str, model: TransformerBridge, tokens: list[Tensor], conf
         "config": config,
         "model": provenance.weights_sha256(model),
         "dtype": info(model).dtype,
-        "prompts": provenance.tokens_sha256(tokens),
+        "prompts": hashlib.sha256(repr([t.tolist() for t in tokens]).encode()).hexdigest(),
         "n_prompts": len(tokens),
     }
 

@@ -15,7 +15,7 @@ smallest set of the most likely tokens whose probability reaches p; what is left
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -27,6 +27,7 @@ from mechkv.stats import torch_rng
 Coupling = Literal["uniform", "gumbel"]
 
 
+@runtime_checkable
 class TokenPolicy(Protocol):
     """Chooses the tokens of the next step."""
 
