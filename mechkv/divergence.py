@@ -24,9 +24,11 @@ from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, storage
-from mechkv.divergence_measure import RECOMPUTE, PromptDivergence, measure_prompt
+from mechkv.divergence_measure import RECOMPUTE, PromptDivergence, measure_prompt, prefill
 from mechkv.errors import InputError
+from mechkv.guards import GuardLog
 from mechkv.models import admit, info
+from mechkv.paths import Step
 from mechkv.policies import Coupling, Strategy
 from mechkv.runs import Piece, RunFolder
 from mechkv.stats import cluster_bootstrap, kaplan_meier, proportion_interval
@@ -228,11 +230,16 @@ def token_divergence(
     run = RunFolder(folder, run_settings(KIND, model, tokens, _plain(config)))
     stop = eos_tokens(model) if config.stop_at_eos else ()
     work = [(prompt, strategy) for prompt in range(len(tokens)) for strategy in config.strategies]
-    pieces = []
-    bar = tqdm(work, desc=f"tokens, {info(model).dtype}", unit="run", disable=None if progress is None else not progress)
+    pieces: list[Piece] = []
+    starts: dict[int, Step] = {}
+    bar = tqdm(
+        work, desc=f"tokens, {info(model).dtype}", unit="run", disable=None if progress is None else not progress
+    )
     for prompt, strategy in bar:
         name = f"{prompt:04d}-{config.strategies.index(strategy)}"
-        pieces.append(run.piece(name, lambda p=prompt, s=strategy: _piece(model, tokens[p], s, p, stop, config)))  # type: ignore[misc]
+        pieces.append(
+            run.piece(name, lambda p=prompt, s=strategy: _piece(model, tokens[p], s, p, stop, config, starts))
+        )  # type: ignore[misc]
     tables = {
         name: pd.concat([piece.frames[name] for piece in pieces], ignore_index=True)
         for name in ("frame", "outcomes", "generations")
@@ -256,9 +263,7 @@ def token_lists(model: TransformerBridge, prompts: Sequence[str | Tensor], n_new
     """Checked token tensors on the model's device, with room for `n_new` more tokens."""
     device = model.original_model.get_input_embeddings().weight.device
     limit = getattr(model.cfg, "n_ctx", None)
-    found = as_tokens(
-        model.tokenizer, prompts, vocab_size=info(model).d_vocab, max_positions=limit, n_new_tokens=n_new
-    )
+    found = as_tokens(model.tokenizer, prompts, vocab_size=info(model).d_vocab, max_positions=limit, n_new_tokens=n_new)
     return [t.to(device) if isinstance(prompt, str) else t for t, prompt in zip(found, prompts, strict=True)]
 
 
@@ -281,7 +286,12 @@ def _piece(
     prompt: int,
     stop: tuple[int, ...],
     config: TokenDivergenceConfig,
+    starts: dict[int, Step],
 ) -> Piece:
+    log, verify = GuardLog(), config.recompute == "block" and prompt not in starts
+    if verify:
+        starts.clear()
+        starts[prompt] = prefill(model, tokens, log)
     found = measure_prompt(
         model,
         tokens,
@@ -292,8 +302,10 @@ def _piece(
         stop=stop,
         coupling=config.coupling,
         n_repeats=config.n_repeats,
-        recompute=config.recompute,
+        start=starts.get(prompt),
+        verify=verify,
     )
+    log.update(found.guards)
     head = {"strategy": strategy.name, "prompt": prompt}
     frame = pd.DataFrame([head | row for row in found.steps])
     written = [
@@ -312,7 +324,7 @@ def _piece(
         "outcomes": pd.DataFrame([head | outcome(found)]).astype({f"first_{d}": "Int64" for d in DRAWS}),
         "generations": pd.DataFrame(written),
     }
-    return Piece(frames, {"guards": found.guards})
+    return Piece(frames, {"guards": dict(log)})
 
 
 def outcome(found: PromptDivergence) -> dict[str, Any]:

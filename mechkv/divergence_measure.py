@@ -12,14 +12,15 @@ recomputed path's with draws of its own, and `differs_noise`, the *cached* path'
 at all. Their first steps are exact first divergence indices of free-running runs with such draws.
 
 `recompute="block"` replaces the full pass a step by the last `BLOCK` rows as one block on the recomputed path's own
-K/V; a full pass a step is the definition and the default. Where older rows do not change with the length (bfloat16 and
-float32 on the CPUs it was tried on, not float16) both give the same bits; every prompt is verified at its last step and
-at `n_repeats` others, and one difference is a `GuardError`.
+K/V; a full pass a step is the definition and the default. Where the rows of older tokens do not change with the length
+(bfloat16 and float32 on the CPUs it was tried on, not float16) both give the same bits. Step 0, the same call on both
+paths, is then done once for both and for all strategies; a full pass at the last step must give the same bits in the
+logits and in every row of K and V, the prompt's included, or it is a `GuardError`.
 
 Controls: step 0 exactly zero; a sample of steps done twice, bitwise; the flip certificate on every row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ from mechkv.comparison import compare_logits
 from mechkv.errors import GuardError, InputError
 from mechkv.guards import GuardLog
 from mechkv.paths import PathRunner, Step, decode, lockstep
-from mechkv.policies import Coupling, Forced, Noted, Sampled, Strategy
+from mechkv.policies import Coupling, Forced, Noted, Sampled, Strategy, TokenPolicy
 from mechkv.stats import rng
 
 BLOCK = 8
@@ -80,21 +81,26 @@ def measure_prompt(
     stop: tuple[int, ...] = (),
     coupling: Coupling = "uniform",
     n_repeats: int = 1,
-    recompute: str = "full",
+    start: Step | None = None,
+    verify: bool = True,
 ) -> PromptDivergence:
-    """Both clocks on one prompt: at most `n_tokens` tokens a path, fewer where a stop token ends it."""
+    """Both clocks on one prompt: at most `n_tokens` tokens a path, fewer where a stop token ends it.
+
+    With `start`, the prompt's step 0 (`prefill`), the recomputed path goes on by blocks; `verify` ends with a full
+    pass.
+    """
     names = {"seed": seed, "prompt": label, "stop": stop, "coupling": coupling}
     shared = Sampled(strategy, **names)  # type: ignore[arg-type]
     draws = {name: Sampled(strategy, stream=name, **names) for name in ("independent", "noise")}  # type: ignore[arg-type]
     log, steps, ours, theirs = GuardLog(), [], Generation(), Generation()
     first: dict[str, int | None] = dict.fromkeys(("common", "independent", "noise"))
     repeated = set(rng(seed, "repeat", label).permutation(n_tokens)[:n_repeats].tolist())
-    walk = _lockstep(model, prompt, Sampled(strategy, **names), n_tokens - 1, recompute, log)  # type: ignore[arg-type]
-    ended, tail_from = False, None
+    walk = _walk(model, prompt, Sampled(strategy, **names), n_tokens - 1, start, log)  # type: ignore[arg-type]
+    tail_from = None
     try:
         for cached, recomputed in walk:
             if cached.index in repeated:
-                _repeat(model, cached, recomputed, recompute, log)
+                _repeat(model, cached, recomputed, log)
             row = _row(cached, recomputed, shared, draws)
             steps.append(row)
             for name, column in (("common", "differs"), *((d, f"differs_{d}") for d in draws)):
@@ -107,16 +113,15 @@ def measure_prompt(
                 tail_from = cached.tokens
             ours.tokens.append(row["chosen_cached"])
             ours.top1_prob.append(row["top1_prob_cached"])
-            ended = row["chosen_cached"] in shared.stop
-            if ended:
+            if row["chosen_cached"] in shared.stop:
                 break
-        if recompute == "block" and cached.index:
+        if start is not None and verify and cached.index:
             _verify(model, recomputed, log)
     finally:
         walk.close()  # type: ignore[attr-defined]
     if tail_from is not None:
         fed = torch.cat([tail_from, tail_from.new_tensor(theirs.tokens[-1:])])
-        _tail(model, fed, Sampled(strategy, **names), n_tokens, theirs, recompute, log)  # type: ignore[arg-type]
+        _tail(model, fed, Sampled(strategy, **names), n_tokens, theirs, start is None, log)  # type: ignore[arg-type]
     ends = [bool(g.tokens) and g.tokens[-1] in shared.stop for g in (ours, theirs)]
     return PromptDivergence(
         steps,
@@ -127,40 +132,42 @@ def measure_prompt(
     )
 
 
-def _lockstep(
-    model: TransformerBridge, prompt: Tensor, policy: Sampled, n_steps: int, recompute: str, log: GuardLog
+def prefill(model: TransformerBridge, prompt: Int[Tensor, "pos"], log: GuardLog) -> Step:
+    """Step 0, for the block variant."""
+    (step,) = decode(model, prompt, path="cached", policy=Forced([]), n_steps=0, log=log)
+    return step
+
+
+def _walk(
+    model: TransformerBridge, prompt: Tensor, policy: Sampled, n_steps: int, start: Step | None, log: GuardLog
 ) -> Iterator[tuple[Step, Step]]:
-    if recompute == "full":
+    """Both paths in lockstep; by blocks from `start`, where one is given."""
+    if start is None:
         yield from lockstep(model, prompt, policy=policy, n_steps=n_steps, log=log)
         return
     chosen = prompt.tolist()
-    cached = decode(model, prompt, path="cached", policy=Noted(policy, chosen), n_steps=n_steps, log=log)
-    recomputed = _blocks(model, prompt, Forced(chosen, chunk=None), n_steps, log)
+    cached = _go_on(model, start, Noted(policy, chosen), n_steps, 1, log)
+    recomputed = _go_on(model, start, Forced(chosen, chunk=None), n_steps, BLOCK, log)
     try:
-        for ours, theirs in zip(cached, recomputed, strict=True):
-            if ours.index == 0:
-                guards.check_null(ours, theirs, log)
-            yield ours, theirs
+        yield from zip(cached, recomputed, strict=True)
     finally:
         cached.close()
-        recomputed.close()  # type: ignore[attr-defined]
+        recomputed.close()
 
 
-def _blocks(
-    model: TransformerBridge, prompt: Tensor, policy: Forced | Sampled, n_steps: int, log: GuardLog
-) -> Iterator[Step]:
-    """The recomputed path by blocks: step 0 in full, then the last `BLOCK` rows on the state before them."""
-    for step in decode(model, prompt, path="recomputed", policy=Forced([]), n_steps=0, log=log):
-        yield step
+def _go_on(
+    model: TransformerBridge, start: Step, policy: TokenPolicy, n_steps: int, n_rows: int, log: GuardLog
+) -> Generator[Step, None, None]:
+    """The steps after `start`, each computing the last `n_rows` rows on the K/V of the rows before them."""
+    yield start
+    step = start
     with PathRunner(model, "cached", log=log) as runner:
-        tokens, state = prompt, step.kv
         for index in range(1, n_steps + 1):
-            new = policy.next_tokens(step.logits, len(tokens))
+            new = policy.next_tokens(step.logits, len(step.tokens))
             if not new:
                 return
-            tokens = torch.cat([tokens, tokens.new_tensor(new)])
-            step = runner.step(tokens, _cut(state, len(tokens) - BLOCK), index)
-            state = step.kv
+            tokens = torch.cat([step.tokens, step.tokens.new_tensor(new)])
+            step = runner.step(tokens, _cut(step.kv, len(tokens) - n_rows), index)
             yield step
 
 
@@ -173,6 +180,8 @@ def _cut(state: KVState, n_tokens: int) -> KVState:
             expected=f"prompts of more than {BLOCK} tokens and every row still held",
             remedy="Use recompute='full'.",
         )
+    if n_tokens == state.n_tokens:
+        return state
     keys, values = (tuple(rows[:, :n_tokens] for rows in side) for side in (state.keys, state.values))
     return KVState(keys, values, n_tokens, state.n_prompt)
 
@@ -193,14 +202,12 @@ def _verify(model: TransformerBridge, step: Step, log: GuardLog) -> None:
     log["block_is_full_pass"] += 1
 
 
-def _repeat(model: TransformerBridge, cached: Step, recomputed: Step, recompute: str, log: GuardLog) -> None:
-    """Both halves of a step again, from the same state; by blocks also in full."""
+def _repeat(model: TransformerBridge, cached: Step, recomputed: Step, log: GuardLog) -> None:
+    """Both halves of a step again, from the same state."""
     for step in (cached, recomputed):
         with PathRunner(model, step.path, log=log) as runner:
             again = runner.step(step.tokens, step.kv_before, step.index, step.n_new)
         guards.check_repeat(step, again, log)
-    if recompute == "block" and cached.index:
-        _verify(model, recomputed, log)
 
 
 def _tail(
@@ -209,17 +216,17 @@ def _tail(
     policy: Sampled,
     n_tokens: int,
     written: Generation,
-    recompute: str,
+    full: bool,
     log: GuardLog,
 ) -> None:
     """The recomputed path on its own tokens, from its first own choice on."""
     left = n_tokens - len(written.tokens)
     if left < 1 or written.tokens[-1] in policy.stop:
         return
-    run: Iterator[Step] = (
+    run = (
         decode(model, fed, path="recomputed", policy=policy, n_steps=left - 1, log=log)
-        if recompute == "full"
-        else _blocks(model, fed, policy, left - 1, log)
+        if full
+        else _go_on(model, prefill(model, fed, log), policy, left - 1, BLOCK, log)
     )
     for step in run:
         token = policy.choose(step.logits, len(step.tokens))
@@ -227,7 +234,7 @@ def _tail(
         written.top1_prob.append(_top1_prob(step.logits))
         if token in policy.stop:
             break
-    run.close()  # type: ignore[attr-defined]
+    run.close()
 
 
 def _row(cached: Step, recomputed: Step, shared: Sampled, draws: dict[str, Sampled]) -> dict[str, Any]:
