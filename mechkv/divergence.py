@@ -11,7 +11,6 @@ The first divergence index is right-censored where the texts agree to the end: a
 Agreement is known for the tokens that were decoded and no further.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,13 +25,13 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv import provenance, storage
 from mechkv.divergence_measure import RECOMPUTE, PromptDivergence, measure_prompt, prefill
 from mechkv.errors import InputError
+from mechkv.forced_study import run_settings, token_lists
 from mechkv.guards import GuardLog
 from mechkv.models import admit, info
 from mechkv.paths import Step
 from mechkv.policies import Coupling, Strategy
 from mechkv.runs import Piece, RunFolder
 from mechkv.stats import cluster_bootstrap, kaplan_meier, proportion_interval
-from mechkv.tokens import as_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -257,26 +256,6 @@ def eos_tokens(model: TransformerBridge) -> tuple[int, ...]:
     found = getattr(getattr(hf, "generation_config", None), "eos_token_id", None)
     found = hf.config.get_text_config(decoder=True).eos_token_id if found is None else found
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)
-
-
-def token_lists(model: TransformerBridge, prompts: Sequence[str | Tensor], n_new: int) -> list[Tensor]:
-    """Checked token tensors on the model's device, with room for `n_new` more tokens."""
-    device = model.original_model.get_input_embeddings().weight.device
-    limit = getattr(model.cfg, "n_ctx", None)
-    found = as_tokens(model.tokenizer, prompts, vocab_size=info(model).d_vocab, max_positions=limit, n_new_tokens=n_new)
-    return [t.to(device) if isinstance(prompt, str) else t for t, prompt in zip(found, prompts, strict=True)]
-
-
-def run_settings(kind: str, model: TransformerBridge, tokens: list[Tensor], config: dict[str, Any]) -> dict[str, Any]:
-    """What makes two runs the same run."""
-    return {
-        "kind": kind,
-        "config": config,
-        "model": provenance.weights_sha256(model),
-        "dtype": info(model).dtype,
-        "prompts": hashlib.sha256(repr([t.tolist() for t in tokens]).encode()).hexdigest(),
-        "n_prompts": len(tokens),
-    }
 
 
 def _piece(
