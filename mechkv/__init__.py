@@ -23,6 +23,15 @@ _WHERE = {
     "DriftConfig": "drift",
     "DriftProfile": "drift",
     "drift_profile": "drift",
+    "Strategy": "policies",
+    "TokenDivergence": "divergence",
+    "TokenDivergenceConfig": "divergence",
+    "token_divergence": "divergence",
+    "LadderConfig": "precision",
+    "PrecisionLadder": "precision",
+    "precision_ladder": "precision",
+    "precision_by_site": "precision_policy",
+    "oracle_study": "oracle",
 }
 """Public name -> the module it lives in."""
 
@@ -39,9 +48,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mechkv.comparison import Difference, compare
+    from mechkv.divergence import TokenDivergence, TokenDivergenceConfig, token_divergence
     from mechkv.drift import DriftConfig, DriftProfile, drift_profile
     from mechkv.models import from_hf, load_model, recast
+    from mechkv.oracle import oracle_study
     from mechkv.paths import decode, lockstep
+    from mechkv.policies import Strategy
+    from mechkv.precision import LadderConfig, PrecisionLadder, precision_ladder
+    from mechkv.precision_policy import precision_by_site
     from mechkv.recording import RunRecord, record
 
 

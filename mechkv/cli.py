@@ -16,6 +16,8 @@ from mechkv.errors import GuardError, InputError, MechkvError, ModelError, NonFi
 COMMANDS: dict[str, str] = {
     "drift": "Drift",
     "models": "Models",
+    "precision": "Precision",
+    "tokens": "Tokens",
 }
 """Command (a module of `mechkv.commands`) -> its dataclass."""
 

@@ -1,7 +1,8 @@
 """How do the paths differ on given text, under several conditions (dtypes, precision policies) of one model?
 
-Every condition is fed the same tokens, prompt by prompt, on both paths (teacher-forced, one clock): a row per condition,
-prompt and step with the metrics of the two next-token distributions (`distributions`). Step 0 is the null control.
+Every condition is fed the same tokens, prompt by prompt, on both paths (teacher-forced, one clock): a row per
+condition, prompt and step with the metrics of the two next-token distributions (`distributions`). Step 0 is the null
+control.
 
 A condition is a context that gives a model: it is entered only when some prompt is not finished yet, so that a resumed
 run loads nothing it does not need, and one model at a time is in memory.
@@ -16,7 +17,6 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm

@@ -1,11 +1,11 @@
-"""How reproducible are several runs of the same problems? The four metrics of LayerCast (arXiv 2506.09501, section 3.1).
+"""How reproducible are several runs of the same problems? LayerCast's four metrics (arXiv 2506.09501, section 3.1).
 
 A run is one way of computing the same thing (a path, a dtype, a thread count, a device). Per problem, over its runs:
 
 - Div_Index: the first index at which not all runs have the same token (a run that has ended differs from one that has
   not); undefined, and counted, where all texts are the same: the paper reports divergent problems.
-- Avg_Std@top1_prob: standard deviation over runs of the probability of the top token, averaged over the positions before
-  Div_Index and the one at it (there the contexts are still the same), then over problems.
+- Avg_Std@top1_prob: standard deviation over runs of the probability of the top token, averaged over the positions
+  before Div_Index and the one at it (there the contexts are still the same), then over problems.
 - Avg_Std@Output_Length: standard deviation over runs of the number of tokens, averaged over problems.
 - Std@Acc: standard deviation over runs of the accuracy.
 
@@ -47,8 +47,8 @@ class LayerCastMetrics:
 
 
 def layercast_metrics(runs: pd.DataFrame) -> LayerCastMetrics:
-    """The metrics of a frame with a row per `run` and `problem`: `tokens`, `top1_prob` (a list each), and `correct` where
-    there is a score.
+    """The metrics of a frame with a row per `run` and `problem`: `tokens`, `top1_prob` (a list each), and `correct`
+    where there is a score.
 
     Raises:
         InputError: Fewer than two runs, or a problem that some run lacks.

@@ -3,9 +3,9 @@
 A problem is solved when `prompts.final_number` of the generated text (its rule is written there) equals the problem's
 number. Outcomes are paired: the same problem, the same draws, both paths. Per condition (strategy, dtype, model): the
 2 x 2 table, b = only the cached path right, c = only the recomputed one; exact McNemar test on b and c; the accuracy
-difference (b - c) / n with a bootstrap interval that resamples problems; and the smallest difference that the test would
-find with 80 % power at this n and this share of discordant pairs. Over conditions: the sign test, whose conditions share
-problems and are therefore not independent: its p-value is too small rather than too large.
+difference (b - c) / n with a bootstrap interval that resamples problems; and the smallest difference that the test
+would find with 80 % power at this n and this share of discordant pairs. Over conditions: the sign test, whose
+conditions share problems and are therefore not independent: its p-value is too small rather than too large.
 
 Where no pair is discordant the data hold no information about the claim, however many problems there are; the rule of
 three then bounds the discordant share.
