@@ -63,6 +63,7 @@ def main(settings: Reproduce) -> Path:
     from experiments.outcome import ModelPool
     from mechkv import provenance
     from mechkv.claims import ClaimsTable
+    from mechkv.report import claims_json
     from mechkv.runs import RunFolder
     from mechkv.storage import write_json
 
@@ -82,7 +83,7 @@ def main(settings: Reproduce) -> Path:
     }
     write_json(folder / "manifest.json", manifest)
     claims = ClaimsTable([finding for outcome in outcomes.values() for finding in outcome.findings])
-    write_json(folder / "claims.json", claims.rows())
+    claims_json(claims, folder / "claims.json")
     return _write_report(folder, outcomes, claims, manifest, settings)
 
 
@@ -115,13 +116,13 @@ def _plain(config: Any) -> dict[str, Any]:
 def _write_report(
     folder: Path, outcomes: dict[str, Any], claims: Any, manifest: dict[str, Any], settings: Reproduce
 ) -> Path:
-    from mechkv import plots
+    from mechkv import figure_style
     from mechkv.report import Report, write_csv, write_html
 
     for name, outcome in outcomes.items():
         for section in outcome.sections:
             for figure_name, (figure, _) in section.figures.items():
-                plots.save(figure, folder / "figures" / f"{name}-{figure_name}")
+                figure_style.save(figure, folder / "figures" / f"{name}-{figure_name}")
             for table_name, (table, _) in section.tables.items():
                 write_csv(table, folder / "tables" / f"{name}-{table_name.replace(' ', '_')}.csv")
     report = Report(
