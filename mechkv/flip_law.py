@@ -54,7 +54,7 @@ class FlipLaw:
 
 def flip_probability(margin: np.ndarray | float, sigma: float) -> np.ndarray:
     """Phi(-margin / (sigma sqrt 2))."""
-    return norm.cdf(-np.asarray(margin, dtype=np.float64) / (sigma * math.sqrt(2.0)))
+    return np.asarray(norm.cdf(-np.asarray(margin, dtype=np.float64) / (sigma * math.sqrt(2.0))))
 
 
 def certificate(frame: pd.DataFrame) -> tuple[int, int]:

@@ -70,7 +70,8 @@ def layercast_metrics(runs: pd.DataFrame) -> LayerCastMetrics:
         index = divergence_index(texts)
         shared = min(len(values) for values in probabilities) if index is None else index + 1
         shared = min(shared, *(len(values) for values in probabilities))
-        spread = np.std([values[:shared] for values in probabilities], axis=0, ddof=1)
+        shifts = [values[:shared] - probabilities[0][:shared] for values in probabilities]  # exact for copies
+        spread = np.std(shifts, axis=0, ddof=1)
         rows.append(
             {
                 "problem": problem,

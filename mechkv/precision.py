@@ -218,8 +218,8 @@ def _common(model: TransformerBridge, dtypes: Sequence[str]) -> TransformerBridg
     low = [dtype for dtype in dtypes if dtype in ("bfloat16", "float16")] or [dtypes[0]]
     rounded = model
     for dtype in low:
-        rounded = recast(rounded, dtype)
-        bad = [name for name, p in rounded.original_model.named_parameters() if not torch.isfinite(p).all()]
+        wanted = to_dtype(dtype)
+        bad = [n for n, p in rounded.original_model.named_parameters() if not torch.isfinite(p.to(wanted)).all()]
         if bad:
             raise InputError(
                 "weights leave the range of a rung",
@@ -227,6 +227,7 @@ def _common(model: TransformerBridge, dtypes: Sequence[str]) -> TransformerBridg
                 expected="weights that every rung can hold",
                 remedy="Leave float16 out, or use weights='own'.",
             )
+        rounded = recast(rounded, dtype)
     final = recast(rounded, info(model).dtype)
     for dtype in low:
         wanted = to_dtype(dtype)

@@ -33,9 +33,9 @@ def test_sigma_is_recovered_from_flips_and_from_shifts(sigma) -> None:
 def test_intervals_of_sigma_cover_the_truth() -> None:
     hits = [
         law.sigma.low <= 0.3 <= law.sigma.high
-        for law in (fit_flip_law(simulated(0.3, 20, 50, seed), n_resamples=100, seed=seed) for seed in range(20))
+        for law in (fit_flip_law(simulated(0.3, 20, 50, seed), n_resamples=100, seed=seed) for seed in range(8))
     ]
-    assert sum(hits) >= 16
+    assert sum(hits) >= 6
 
 
 def test_calibration_holds_for_the_law_and_breaks_for_another() -> None:

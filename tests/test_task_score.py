@@ -54,13 +54,13 @@ def test_without_a_discordant_pair_nothing_is_detectable_and_the_share_is_bounde
 
 def test_intervals_of_the_difference_cover_over_simulated_studies() -> None:
     rng, n, truth, covered = np.random.default_rng(1), 80, 0.15 - 0.05, 0
-    studies = 400
+    studies = 200
     for _ in range(studies):
         kind = rng.choice(4, size=n, p=[0.3, 0.15, 0.05, 0.5])
         counts = np.bincount(kind, minlength=4)
         row = task_score(table(*counts)).table.iloc[0]
         covered += row["low"] <= truth <= row["high"]
-    assert 0.93 <= covered / studies <= 0.975
+    assert 0.91 <= covered / studies <= 0.985
 
 
 def test_answers_are_read_from_both_texts_of_a_prompt() -> None:
