@@ -117,7 +117,8 @@ class OracleStudy(ForcedStudy):
             share = cluster_bootstrap(decided, "won", support=(0.0, 1.0), seed=seed).iloc[0]
             low, high = float(share["low"]), float(share["high"])
             if share["estimate"] in (0.0, 1.0):
-                low, high = proportion_interval(int(decided["won"].sum()), len(decided))[1:]
+                n = decided["prompt"].nunique()  # resampling knows no spread: prompts are counted instead
+                low, high = proportion_interval(n if share["estimate"] else 0, n)[1:]
             found |= {"share_cached": float(share["estimate"]), "share_low": low, "share_high": high}
         return found
 

@@ -38,7 +38,7 @@ def kl_by_precision(ladder: "PrecisionLadder") -> Figure:
     shown = [d for d in dtypes if d != "float64"]
     line = predicted[: len(shown)]
     with style():
-        figure = new_figure(COLUMN, 2.8)
+        figure = new_figure(COLUMN, 3.1)
         axes = figure.add_subplot()
         strip = zero_aware_log_axis(axes, [*per_prompt, *table["kl_median"], *line, *table["kl_high"].dropna()])
         rng = np.linspace(-0.18, 0.18, max(2, ladder.prompts.shape[0]))
@@ -65,7 +65,7 @@ def kl_by_precision(ladder: "PrecisionLadder") -> Figure:
         axes.set_xticks(range(len(dtypes)), dtypes)
         axes.set_xlim(-0.5, len(dtypes) - 0.5)
         axes.set_ylabel("KL(cached || recomputed), nats")
-        figure.legend(loc="outside lower center", ncols=2)
+        figure.legend(loc="outside lower center")
     return figure
 
 

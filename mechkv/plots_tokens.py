@@ -77,7 +77,8 @@ def rates(result: "TokenDivergence") -> Figure:
         axes = figure.subplots(1, len(names))
         for place, name in zip(axes, names, strict=True):
             part = table[table["rate"] == name].reset_index(drop=True)
-            strip = zero_aware_log_axis(place, [*part["estimate"], *part["high"], 1.0])
+            ends = [value for value in part["low"] if value > 0]
+            strip = zero_aware_log_axis(place, [*part["estimate"], *part["high"], *ends, 1.0])
             for index, row in part.iterrows():
                 look = _look(int(index))
                 _error(place, int(index), row["estimate"], row["low"], row["high"], look, strip)
