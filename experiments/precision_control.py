@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.outcome import ModelPool, Outcome, problem_texts
-from mechkv.claims import Finding, Verdict
+from mechkv.claims import Finding
 from mechkv.determinism import Determinism, determinism
 from mechkv.forced_study import token_lists
 from mechkv.oracle import OracleConfig, OracleStudy, oracle_study
@@ -149,7 +149,7 @@ def precision_finding(ladder: PrecisionLadder, where: str) -> Finding:
     near = bool(np.isfinite(mean["observed"])) and all(
         abs(mean[bound] - mean["predicted"]) < 1 for bound in ("low", "high")
     )
-    verdict: Verdict = "not reproduced" if flips else "reproduced" if near else "partly"
+    verdict = "not reproduced" if flips else "reproduced" if near else "partly"
     half = ladder.decoded[ladder.decoded["dtype"] == coarse]
     median, flipped = (
         f"{value:.1f}" if value == value else "undefined" for value in rows.loc[["median", "flipped only"], "observed"]
@@ -175,7 +175,7 @@ def precision_finding(ladder: PrecisionLadder, where: str) -> Finding:
 def oracle_finding(study: OracleStudy, where: str) -> Finding:
     """C2 in its honest form: which path is nearer to the same weights in float64?"""
     found = study.summary()
-    verdict: Verdict = "reproduced" if found["share_low"] > 0.5 else "not reproduced"
+    verdict = "reproduced" if found["share_low"] > 0.5 else "not reproduced"
     if not found["n_decided"]:
         verdict = "not testable here"
     return Finding(

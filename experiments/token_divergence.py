@@ -15,7 +15,7 @@ from typing import Literal
 import pandas as pd
 
 from experiments.outcome import ModelPool, Outcome
-from mechkv.claims import Finding, Verdict
+from mechkv.claims import Finding
 from mechkv.divergence import RATES, TokenDivergence, TokenDivergenceConfig, token_divergence
 from mechkv.flip_law import fit_flip_law
 from mechkv.layercast_metrics import LayerCastMetrics, layercast_metrics
@@ -120,7 +120,7 @@ def text_finding(found: TokenDivergence, config: Config, where: str) -> Finding:
     table = found.rates()
     rows = {rate: table[table["rate"] == rate].set_index("strategy") for rate in RATES}
     prompts = rows[RATES[0]]
-    verdict: Verdict = "partly"
+    verdict = "partly"
     if (prompts["estimate"] == 1).all():
         verdict = "reproduced"
     elif (prompts["estimate"] == 0).all():
@@ -152,7 +152,7 @@ def score_finding(score: TaskScore, where: str) -> Finding:
     """C2, from paired scores."""
     table, test = score.table, score.conditions
     discordant, cut = int((table["b"] + table["c"]).sum()), int(table["n_cut"].sum())
-    verdict: Verdict = "partly"
+    verdict = "partly"
     if discordant == 0 or cut > table["n"].sum() / 2:
         verdict = "not testable here"
     elif test.p_value > 0.05 and (table["p_value"] > 0.05).all():

@@ -151,13 +151,14 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     from mechkv.forced_study import greedy_continuation
+    from mechkv.guards import input_device
     from mechkv.models import load_model
     from mechkv.paths import lockstep
     from mechkv.policies import Forced
 
     request = json.loads((asked.place / "request.json").read_text())
     model = load_model(request["source"], dtype=request["dtype"], device=request["device"])
-    device = model.original_model.get_input_embeddings().weight.device
+    device = input_device(model)
     chosen_file = asked.place / "chosen.json"
     prompts = [torch.tensor(ids, device=device) for ids in request["prompts"]]
     if not chosen_file.exists():

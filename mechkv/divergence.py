@@ -13,6 +13,7 @@ Agreement is known for the tokens that were decoded and no further.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +27,7 @@ from mechkv import provenance, storage
 from mechkv.divergence_measure import RECOMPUTE, PromptDivergence, measure_prompt, prefill
 from mechkv.errors import InputError
 from mechkv.forced_study import run_settings, token_lists
-from mechkv.guards import GuardLog
+from mechkv.guards import GuardLog, text_config
 from mechkv.models import admit, info
 from mechkv.paths import Step
 from mechkv.policies import Coupling, Strategy
@@ -157,8 +158,8 @@ class TokenDivergence:
         """Teacher-forced, steps >= 1: mean of each metric per strategy with its 95 % interval over prompts, and its
         median."""
         decoded = self.frame[self.frame["step"] > 0]
-        metrics = ("kl", "js", "tv", "max_abs_dz", "flip", "tie_a", "tie_b", "top5_overlap", "margin_b", "certified")
-        metrics += ("near_ties_0_25", "near_ties_0_5", "near_ties_1", "near_ties_2")
+        metrics = ["kl", "js", "tv", "max_abs_dz", "flip", "tie_a", "tie_b", "top5_overlap", "margin_b", "certified"]
+        metrics += ["near_ties_0_25", "near_ties_0_5", "near_ties_1", "near_ties_2"]
         tables = []
         for metric in metrics:
             part = decoded[decoded[metric].notna()]
@@ -236,9 +237,8 @@ def token_divergence(
     )
     for prompt, strategy in bar:
         name = f"{prompt:04d}-{config.strategies.index(strategy)}"
-        pieces.append(
-            run.piece(name, lambda p=prompt, s=strategy: _piece(model, tokens[p], s, p, stop, config, starts))
-        )  # type: ignore[misc]
+        compute = partial(_piece, model, tokens[prompt], strategy, prompt, stop, config, starts)
+        pieces.append(run.piece(name, compute))
     tables = {
         name: pd.concat([piece.frames[name] for piece in pieces], ignore_index=True)
         for name in ("frame", "outcomes", "generations")
@@ -252,9 +252,8 @@ def token_divergence(
 
 def eos_tokens(model: TransformerBridge) -> tuple[int, ...]:
     """End-of-text tokens: those of the model's generation settings, else of its config."""
-    hf = model.original_model
-    found = getattr(getattr(hf, "generation_config", None), "eos_token_id", None)
-    found = hf.config.get_text_config(decoder=True).eos_token_id if found is None else found
+    found = getattr(getattr(model.original_model, "generation_config", None), "eos_token_id", None)
+    found = text_config(model).eos_token_id if found is None else found
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 

@@ -120,7 +120,7 @@ def greedy_continuation(model: TransformerBridge, prompt: Int[Tensor, "pos"], n_
 
 def token_lists(model: TransformerBridge, prompts: Sequence[str | Tensor], n_new: int) -> list[Int[Tensor, "_pos"]]:
     """Checked token tensors on the model's device, with room for `n_new` more tokens."""
-    device = model.original_model.get_input_embeddings().weight.device
+    device = guards.input_device(model)
     limit = getattr(model.cfg, "n_ctx", None)
     found = as_tokens(model.tokenizer, prompts, vocab_size=info(model).d_vocab, max_positions=limit, n_new_tokens=n_new)
     return [t.to(device) if isinstance(prompt, str) else t for t, prompt in zip(found, prompts, strict=True)]
@@ -194,7 +194,7 @@ def _compute(
     model: TransformerBridge, tokens: Tensor, fed: Sequence[int], prompt: int, measure: Measure
 ) -> Callable[[], Piece]:
     def compute() -> Piece:
-        rows, log = measure(model, tokens.to(model.original_model.get_input_embeddings().weight.device), fed, prompt)
+        rows, log = measure(model, tokens.to(guards.input_device(model)), fed, prompt)
         known = provenance.collect(model)["model"]
         return Piece({"rows": pd.DataFrame(rows)}, {"guards": dict(log), "model": known})
 

@@ -79,9 +79,9 @@ def rates(result: "TokenDivergence") -> Figure:
             part = table[table["rate"] == name].reset_index(drop=True)
             ends = [value for value in part["low"] if value > 0]
             strip = zero_aware_log_axis(place, [*part["estimate"], *part["high"], *ends, 1.0])
-            for index, row in part.iterrows():
-                look = _look(int(index))
-                _error(place, int(index), row["estimate"], row["low"], row["high"], look, strip)
+            for index, (_, row) in enumerate(part.iterrows()):
+                look = _look(index)
+                _error(place, float(index), row["estimate"], row["low"], row["high"], look, strip)
             place.set_xticks(range(len(part)), part["strategy"], rotation=25, ha="right")
             place.set_xlim(-0.6, len(part) - 0.4)
             place.set_title(f"{name}\n({part['clock'].iloc[0]})")

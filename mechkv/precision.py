@@ -186,7 +186,7 @@ def precision_ladder(
     def fresh(dtype: str) -> TransformerBridge:
         if base is not None:
             return base if info(base).dtype == dtype else recast(base, dtype)
-        return load_model(source, dtype=dtype, device=device)  # type: ignore[arg-type]
+        return load_model(source, dtype=dtype, device=device)
 
     first = fresh(config.reference)
     tokens = token_lists(first, prompts, config.n_steps)

@@ -173,7 +173,7 @@ def _patch(model: TransformerBridge, sites: frozenset[str], low: torch.dtype, un
         for name, matrix in matrices.items():
             to_stream = name in ("attn.o", "mlp.out")
             result = low if to_stream and "residual" not in sites else None
-            _set(matrix, "forward", _projection(matrix, inner, result), undo)
+            _set(matrix, "forward", _projection(matrix, inner, result), undo)  # type: ignore[arg-type]
         _hide_weight(parts["attn.o"], undo)
         _set(attention.hook_rot_q, "forward", _rounded(attention.hook_rot_q.forward, kept("attention")), undo)
         expected = low if not sites & {"projections", "residual"} else None
