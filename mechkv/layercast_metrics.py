@@ -65,7 +65,7 @@ def layercast_metrics(runs: pd.DataFrame) -> LayerCastMetrics:
         )
     rows = []
     for problem, part in runs.groupby("problem", sort=False):
-        texts = [list(tokens) for tokens in part["tokens"]]
+        texts = [[int(token) for token in tokens] for tokens in part["tokens"]]
         probabilities = [np.asarray(values, dtype=np.float64) for values in part["top1_prob"]]
         index = divergence_index(texts)
         shared = min(len(values) for values in probabilities) if index is None else index + 1
