@@ -40,6 +40,15 @@ _WHERE = {
     "ReprojectionConfig": "reprojection",
     "Reprojection": "reprojection",
     "reprojection_check": "reprojection",
+    "Strategy": "policies",
+    "TokenDivergence": "divergence",
+    "TokenDivergenceConfig": "divergence",
+    "token_divergence": "divergence",
+    "LadderConfig": "precision",
+    "PrecisionLadder": "precision",
+    "precision_ladder": "precision",
+    "precision_by_site": "precision_policy",
+    "oracle_study": "oracle",
 }
 """Public name -> the module it lives in."""
 
@@ -56,14 +65,19 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mechkv.comparison import Difference, compare
+    from mechkv.divergence import TokenDivergence, TokenDivergenceConfig, token_divergence
     from mechkv.drift import DriftConfig, DriftProfile, drift_profile
     from mechkv.factorial import CausalFactorial, FactorialConfig, causal_factorial
     from mechkv.interventions import Patch
     from mechkv.localise import localise_kv
     from mechkv.models import from_hf, load_model, recast
     from mechkv.onset import DriftOnset, OnsetConfig, drift_onset
+    from mechkv.oracle import oracle_study
     from mechkv.patching import PatchSweep, SweepConfig, patch_sweep
     from mechkv.paths import decode, lockstep
+    from mechkv.policies import Strategy
+    from mechkv.precision import LadderConfig, PrecisionLadder, precision_ladder
+    from mechkv.precision_policy import precision_by_site
     from mechkv.recording import RunRecord, record
     from mechkv.reprojection import Reprojection, ReprojectionConfig, reprojection_check
     from mechkv.trajectory import TrajectoryConfig, free_running, teacher_forced

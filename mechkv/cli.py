@@ -17,6 +17,8 @@ COMMANDS: dict[str, str] = {
     "drift": "Drift",
     "models": "Models",
     "patch": "Patch",
+    "precision": "Precision",
+    "tokens": "Tokens",
 }
 """Command (a module of `mechkv.commands`) -> its dataclass."""
 
