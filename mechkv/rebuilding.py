@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.errors import ModelError
@@ -56,7 +57,8 @@ def rebuild(
     Raises:
         ModelError: The weights do not fit the configuration.
     """
-    fresh = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    with no_init_weights():  # every weight is loaded below, or that is an error; tables are made all the same
+        fresh = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     expected = set(fresh.state_dict()) & set(state)
     try:
         fresh.load_state_dict({name: state[name] for name in expected}, strict=True)
@@ -67,6 +69,7 @@ def rebuild(
             expected=f"the weights of {type(fresh).__name__}",
             remedy="Change weights and configuration together.",
         ) from error
+    fresh.tie_weights()
     fresh.to(state[next(iter(expected))].device).eval()  # type: ignore[arg-type]
     if refit is not None:
         refit(fresh)

@@ -19,6 +19,7 @@ that does not is a `GuardError`. `twin_info` gives the proof, and the longest te
 """
 
 import copy
+import math
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -381,8 +382,7 @@ def _proved(
 ) -> TransformerBridge:
     n = PROOF_TOKENS if max_tokens is None else min(PROOF_TOKENS, max_tokens)
     worst = prove(model, twin, n_tokens=n)
-    own = _both_paths(model, n), _both_paths(twin, n)
-    bitwise = all(torch.equal(a, b) for a, b in zip(*own, strict=True))
+    bitwise = all(torch.equal(a, b) for a, b in zip(_reference(model, n), _both_paths(twin, n), strict=True))
     earlier = _TWINS[model].max_tokens if model in _TWINS else None
     limits = [limit for limit in (max_tokens, earlier) if limit is not None]
     _TWINS[twin] = Twin(cause, change, min(limits, default=None), worst, bitwise, n)
@@ -395,9 +395,8 @@ def prove(model: TransformerBridge, twin: TransformerBridge, *, n_tokens: int = 
     Raises:
         GuardError: It is above `PROOF_TOLERANCE`.
     """
-    wide = [bridge if info(bridge).dtype == "float64" else recast(bridge, torch.float64) for bridge in (twin, model)]
-    pairs = zip(_both_paths(wide[0], n_tokens), _both_paths(wide[1], n_tokens), strict=True)
-    worst = max(compare(a, b).rel_l2 or 0.0 for a, b in pairs)
+    ours = _both_paths(recast(twin, torch.float64), n_tokens)
+    worst = max(_distance(a, b) for a, b in zip(ours, _reference(model, n_tokens, wide=True), strict=True))
     if not worst <= PROOF_TOLERANCE:
         raise GuardError(
             "the twin does not compute the same function",
@@ -406,6 +405,24 @@ def prove(model: TransformerBridge, twin: TransformerBridge, *, n_tokens: int = 
             remedy=f"Not used. Report the family ({info(model).family}, {dtype_name(DTYPES[info(model).dtype])}).",
         )
     return worst
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    found = compare(a, b).rel_l2
+    return math.inf if found is None else found
+
+
+_REFERENCES: "weakref.WeakKeyDictionary[TransformerBridge, dict[tuple[int, bool], list[Tensor]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _reference(model: TransformerBridge, n_tokens: int, wide: bool = False) -> list[Tensor]:
+    """Logits of the model itself, in its own dtype or in float64; computed once for all of its twins."""
+    held = _REFERENCES.setdefault(model, {})
+    if (n_tokens, wide) not in held:
+        held[n_tokens, wide] = _both_paths(recast(model, torch.float64) if wide else model, n_tokens)
+    return held[n_tokens, wide]
 
 
 def _both_paths(model: TransformerBridge, n_tokens: int, seed: int = 0) -> list[Tensor]:
