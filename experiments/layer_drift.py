@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 
 from experiments.outcome import ModelPool, Outcome, problem_texts
-from mechkv.claims import Finding, Verdict
+from mechkv import plots
+from mechkv.claims import Finding
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.report import Section
 from mechkv.stats import cluster_bootstrap, proportion_interval
@@ -57,11 +58,11 @@ def report(profile: DriftProfile, config: Config) -> Outcome:
         f"{config.model}, {profile.dtype}, {len(profile.prompts)} prompts x {profile.steps['step'].max()} decode steps"
     )
     figures = profile.plot()
-    captions = {name: f"{text} {where}; bands: 95 % over prompts." for name, text in _CAPTIONS.items()}
+    captions = plots.drift_captions(profile)
     section = Section(
         title="Drift by layer",
         text=_words(profile, where),
-        figures={name: (figure, captions.get(name, where)) for name, figure in figures.items()},
+        figures={name: (figure, captions[name]) for name, figure in figures.items()},
         tables={
             "by layer": (_layer_table(profile), f"Mean relative L2 drift at resid_post, {where}."),
             "onset": (profile.onset(), "First step and layer with any difference, per prompt."),
@@ -77,15 +78,6 @@ def report(profile: DriftProfile, config: Config) -> Outcome:
         ],
         provenance=profile.provenance,
     )
-
-
-_CAPTIONS = {
-    "drift_by_layer": "Relative L2 drift of the residual stream after each block, with the float32 control.",
-    "drift_heatmap": "Relative L2 drift by layer and step, mean over prompts.",
-    "kv_drift": "Drift of K and V rows by provenance.",
-    "split_by_layer": "Error born in a block (injected) and carried through it (propagated).",
-    "equal_share": "Share of decode steps at which the residual stream is bitwise equal.",
-}
 
 
 def precision_finding(profile: DriftProfile, where: str) -> Finding:
@@ -105,7 +97,7 @@ def precision_finding(profile: DriftProfile, where: str) -> Finding:
     row = cluster_bootstrap(orders, "orders").iloc[0]
     flips, n = int(single["flip"].sum()), len(single)
     near = abs(row["low"] - PREDICTED_ORDERS) < 1 and abs(row["high"] - PREDICTED_ORDERS) < 1
-    verdict: Verdict = "not reproduced" if flips else "reproduced" if near else "partly"
+    verdict = "not reproduced" if flips else "reproduced" if near else "partly"
     upper = proportion_interval(flips, n).high
     return Finding(
         claim="C3",

@@ -30,14 +30,14 @@ class KVState:
     """The KV cache after some tokens.
 
     Attributes:
-        keys: Per layer `[n_kv, pos, d_head]`, after rotation.
+        keys: Per layer `[n_kv, pos, d_head]`, after rotation; as many rows as the layer keeps.
         values: Per layer `[n_kv, pos, d_head]`.
         n_tokens: Tokens processed so far; the last row of every layer is at absolute position `n_tokens - 1`.
         n_prompt: Rows at positions below this have provenance `prefill`, the others `decode`.
     """
 
-    keys: tuple[Shaped[Tensor, "n_kv pos d_head"], ...]
-    values: tuple[Shaped[Tensor, "n_kv pos d_head"], ...]
+    keys: tuple[Shaped[Tensor, "n_kv _pos d_head"], ...]
+    values: tuple[Shaped[Tensor, "n_kv _pos d_head"], ...]
     n_tokens: int
     n_prompt: int
 

@@ -6,6 +6,7 @@ off them: per-layer intervals over prompts, onset, amplification.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv import provenance, storage
 from mechkv.drift_measure import METRICS, DriftConfig, PromptDrift, profile_prompt
 from mechkv.errors import InputError
+from mechkv.guards import input_device
 from mechkv.models import admit, info, recast
 from mechkv.runs import Piece, RunFolder
 from mechkv.sites import CACHE_SITES
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["METRICS", "DriftConfig", "DriftProfile", "drift_profile"]
 
 KIND = "drift_profile"
+_TABLES = ("frame", "steps", "split", "prompts")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class DriftProfile:
         keys = ["dtype", "site", "provenance", "layer"]
         decoded = self.frame[self.frame["step"] > 0]
         defined = decoded[decoded[metric].notna()]
-        table = cluster_bootstrap(defined, metric, by=keys, seed=seed)
+        table = cluster_bootstrap(defined, metric, by=keys, support=_support(metric), seed=seed)
         rest = decoded.groupby(keys, sort=False, observed=True).agg(
             bitwise_equal=("bitwise_equal", "mean"), n_undefined=(metric, lambda values: int(values.isna().sum()))
         )
@@ -109,11 +112,10 @@ class DriftProfile:
     def save(self, folder: Path | str) -> Path:
         """Write the tables (parquet) and the rest (JSON) to a folder; sealed last, so half a result never loads."""
         place = Path(folder)
-        for name in ("frame", "steps", "split", "prompts"):
+        for name in _TABLES:
             storage.write_frame(place / f"{name}.parquet", getattr(self, name))
-        meta = {"config": asdict(self.config), "dtype": self.dtype, "guards": self.guards}
-        storage.write_json(place / "profile.json", meta | {"provenance": self.provenance})
-        storage.seal(place, KIND)
+        facts = {"config": asdict(self.config), "dtype": self.dtype, "guards": self.guards}
+        storage.seal(place, KIND, facts | {"provenance": self.provenance})
         return place
 
     @classmethod
@@ -124,12 +126,10 @@ class DriftProfile:
             StorageError: Missing, altered, truncated, or another kind of result.
         """
         place = storage.open_folder(Path(folder), KIND)
-        meta = storage.read_json(place / "profile.json")
-        config = DriftConfig(**meta["config"] | {"sites": tuple(meta["config"]["sites"])})
-        tables = {
-            name: storage.read_frame(place / f"{name}.parquet") for name in ("frame", "steps", "split", "prompts")
-        }
-        return cls(**tables, config=config, **{key: meta[key] for key in ("dtype", "guards", "provenance")})
+        facts = place.facts
+        config = DriftConfig(**facts["config"] | {"sites": tuple(facts["config"]["sites"])})
+        tables = {name: storage.read_frame(place.file(f"{name}.parquet")) for name in _TABLES}
+        return cls(**tables, config=config, **{key: facts[key] for key in ("dtype", "guards", "provenance")})
 
 
 def drift_profile(
@@ -181,6 +181,13 @@ def drift_profile(
     return _assemble(pieces, models, config, main)
 
 
+def _support(metric: str) -> tuple[float, float]:
+    """The range a mean of this metric can have."""
+    if metric == "signed_mean":
+        return (-math.inf, math.inf)
+    return (0.0, 1.0) if metric in ("equal_fraction", "bitwise_equal") else (0.0, math.inf)
+
+
 def _tokens(
     model: TransformerBridge,
     prompts: Sequence[str | Tensor],
@@ -195,7 +202,7 @@ def _tokens(
             remedy="Leave them out to feed the cached path's greedy tokens.",
         )
     n_new = config.n_steps if continuations is None else max(len(c) for c in continuations)
-    device = model.original_model.get_input_embeddings().weight.device
+    device = input_device(model)
     found = as_tokens(
         model.tokenizer,
         prompts,

@@ -17,7 +17,7 @@ Controls: every pass runs the cache guards (`guards.check_cache`); a non-finite 
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -51,6 +51,7 @@ class At:
     """Tokens processed before this step: positions from here on are the newest."""
 
 
+@runtime_checkable
 class Intervention(Protocol):
     """Changes values while a path runs; the engine is in `mechkv.patching`, the decode loop knows this much."""
 

@@ -6,12 +6,13 @@ paths, so equal logits give equal tokens.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
 
+@runtime_checkable
 class TokenPolicy(Protocol):
     """Chooses the tokens of the next step."""
 

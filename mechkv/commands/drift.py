@@ -34,7 +34,7 @@ class Drift:
 
     def run(self) -> int:
         """Profile and print."""
-        from mechkv import plots
+        from mechkv import figure_style
         from mechkv.drift import DriftConfig, drift_profile
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
@@ -54,7 +54,7 @@ class Drift:
         if self.out is not None:
             profile.save(self.out / "profile")
             for name, figure in profile.plot().items():
-                plots.save(figure, self.out / "figures" / name)
+                figure_style.save(figure, self.out / "figures" / name)
             print(f"tables and figures: {self.out}", file=sys.stderr)
         if self.json:
             print(json.dumps(json.loads(summary.to_json(orient="records")), indent=1))

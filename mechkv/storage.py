@@ -1,0 +1,414 @@
+"""How do results get on the disk and back? The one place that writes and reads them.
+
+Conventions
+    JSON for settings and summaries, parquet for tables, safetensors for tensors; no pickle. Every write goes to a
+    temporary file in the same folder, is flushed to the disk and then takes the final name: a file under its own name
+    is complete, and a failed write leaves what was there before. Names that begin with a dot are temporary.
+    A result is a folder with an index, `mechkv.json`, written last (`seal`): kind, format version, facts, and size and
+    SHA-256 of every file. A folder without it is unfinished. Files that the index does not list are nobody's business.
+Controls
+    `open_folder` checks the index (its own digest), kind, format, presence and size of every file, and the SHA-256 of
+    files up to `HASHED_AT_OPEN` bytes; `verify=True` reads and checks the large ones as well. Tensors are mapped into
+    memory and read when touched; writing to one never reaches the file.
+    NaN and infinity are not JSON: they are refused, or written as null if the caller says so.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mechkv.errors import InputError, StorageError
+
+INDEX = "mechkv.json"
+FORMAT = 1
+HASHED_AT_OPEN = 64 * 2**20
+"""Files up to this many bytes are hashed whenever a folder is opened."""
+_PART = ".part"
+_Pathlike = str | os.PathLike[str]
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: _Pathlike, value: Any, *, nan_as_null: bool = False) -> None:
+    """Write plain values as JSON: sorted keys, two-space indent, newline at the end.
+
+    Args:
+        path: The file.
+        value: Dicts with string keys, lists, tuples, strings, numbers, booleans, None; numpy scalars and arrays too.
+        nan_as_null: Write NaN and infinity as null instead of refusing them.
+
+    Raises:
+        InputError: A value that JSON cannot say.
+        StorageError: It cannot be written.
+    """
+    _write_bytes(Path(path), _to_json(value, nan_as_null))
+
+
+def write_text(path: _Pathlike, text: str) -> None:
+    """Write a text file (UTF-8) in one go."""
+    _write_bytes(Path(path), text.encode())
+
+
+def write_frame(path: _Pathlike, frame: pd.DataFrame) -> None:
+    """Write a table as parquet. The index must be the default one, since it is not written."""
+    if not isinstance(frame.index, pd.RangeIndex) or (frame.index.start, frame.index.step) != (0, 1):
+        raise InputError(
+            "a table with an index of its own",
+            got=f"{type(frame.index).__name__} {list(frame.index.names)}",
+            expected="rows numbered from 0",
+            remedy="Call frame.reset_index() to make the index a column, or reset_index(drop=True) to drop it.",
+        )
+    target = Path(path)
+    with _replacing(target, int(frame.memory_usage(deep=True).sum())) as part:
+        frame.to_parquet(part, index=False)
+
+
+def write_tensors(path: _Pathlike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors as safetensors, each with its own bytes (no sharing), in the dtype it has.
+
+    Args:
+        path: The file.
+        tensors: Name -> tensor on any device.
+        metadata: Text to keep beside them.
+    """
+    own: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in tensors.items():
+        plain = value.detach().cpu().contiguous()
+        storage = plain.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != plain.nbytes:
+            plain = plain.clone()
+        seen.add(plain.untyped_storage().data_ptr())
+        own[name] = plain
+    target = Path(path)
+    with _replacing(target, sum(value.nbytes for value in own.values())) as part:
+        mode = part.stat().st_mode  # save_file replaces the file by one that only its owner can read
+        save_file(own, part, metadata=dict(metadata or {}))
+        os.chmod(part, mode)
+
+
+def check_space(folder: _Pathlike, n_bytes: int) -> None:
+    """Refuse to begin what cannot end: `n_bytes` must be free where `folder` is or will be.
+
+    Raises:
+        StorageError: Less is free.
+    """
+    where = Path(folder).absolute()
+    while not where.exists():
+        where = where.parent
+    free = shutil.disk_usage(where).free
+    if free < n_bytes:
+        raise _disk_full(Path(folder), n_bytes, free)
+
+
+def seal(folder: _Pathlike, kind: str, facts: Mapping[str, Any] | None = None) -> None:
+    """Write the index of a finished result folder: size and SHA-256 of every file in it.
+
+    Args:
+        folder: Holds all files of the result.
+        kind: What it is, such as `record`; `open_folder` asks for it.
+        facts: Plain values that come back from `open_folder`.
+    """
+    root = Path(folder)
+    files = {
+        file.relative_to(root).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(root.rglob("*"))
+        if file.is_file() and file.name != INDEX and not file.name.startswith(".")
+    }
+    index = {"format": FORMAT, "kind": kind, "facts": dict(facts or {}), "files": files}
+    write_json(root / INDEX, index | {"digest": _digest(index)})
+
+
+@contextmanager
+def new_folder(folder: _Pathlike) -> Iterator[Path]:
+    """A folder that appears under its name only when it is complete; given as a temporary folder beside it.
+
+    Raises:
+        StorageError: `folder` exists and is not empty.
+    """
+    target = Path(folder).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise StorageError(
+            f"{target} is taken",
+            got="a file" if target.is_file() else "a folder with files in it",
+            expected="a new or empty folder",
+            remedy="Save to another folder, or remove this one yourself.",
+        )
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_PART}")
+    try:
+        with _explained(target, None):
+            part.mkdir(parents=True)
+        yield part
+        with _explained(target, None):
+            os.replace(part, target)
+            _sync_folder(target.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResultFolder:
+    """An opened and checked result folder."""
+
+    path: Path
+    kind: str
+    facts: dict[str, Any]
+    files: tuple[str, ...]
+
+    def file(self, name: str) -> Path:
+        """The path of a listed file."""
+        if name not in self.files:
+            raise StorageError(
+                f"{self.path} has no {name}",
+                got=f"a {self.kind} of {', '.join(self.files)}",
+                expected=name,
+                remedy="The folder was written by another version or for another purpose.",
+            )
+        return self.path / name
+
+    def __truediv__(self, name: str) -> Path:
+        return self.file(name)
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """Tensors of a safetensors file by name, mapped into memory and read when touched."""
+
+    def __init__(self, path: Path) -> None:
+        with _explained(path, None):
+            self._file = safe_open(path, framework="pt")
+        self.metadata: dict[str, str] = self._file.metadata() or {}
+        self._names = tuple(self._file.keys())
+        self._path = path
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(f"{name} is not in {self._path.name}")
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def read_json(path: _Pathlike) -> Any:
+    """What `write_json` wrote."""
+    target = Path(path)
+    with _explained(target, None):
+        data = target.read_bytes()
+    try:
+        return json.loads(data, parse_constant=_refuse_constant)
+    except (UnicodeDecodeError, ValueError) as error:
+        raise _damaged(target, f"no JSON ({error})") from error
+
+
+def read_frame(path: _Pathlike) -> pd.DataFrame:
+    """What `write_frame` wrote."""
+    target = Path(path)
+    with _explained(target, None):
+        return pd.read_parquet(target)
+
+
+def read_tensors(path: _Pathlike) -> TensorFile:
+    """What `write_tensors` wrote: a mapping whose tensors are read when touched, and `.metadata`."""
+    return TensorFile(Path(path))
+
+
+def open_folder(path: _Pathlike, kind: str, *, verify: bool = False) -> ResultFolder:
+    """Open a result folder and check that it is whole.
+
+    Args:
+        path: The folder.
+        kind: What it must be.
+        verify: Check the SHA-256 of large files too (reads all of them).
+
+    Raises:
+        StorageError: Missing, unfinished, of another kind or format, or a file missing, truncated or altered.
+    """
+    root = Path(path)
+    if not (root / INDEX).is_file():
+        raise StorageError(
+            f"{root} is not a finished result",
+            got="a folder without an index" if root.is_dir() else "no such folder",
+            expected=f"a folder with {INDEX}, which is written last",
+            remedy="Check the path; if the run was killed, start it again with the same settings and it goes on.",
+        )
+    index = read_json(root / INDEX)
+    if not isinstance(index, dict) or not {"format", "kind", "facts", "files", "digest"} <= set(index):
+        raise _damaged(root / INDEX, "an index of something else")
+    if index["format"] != FORMAT:
+        raise StorageError(
+            f"{root} has another format",
+            got=f"format {index['format']}",
+            expected=f"format {FORMAT}",
+            remedy="Read it with the version of mechkv that wrote it, or run it again.",
+        )
+    if index.pop("digest") != _digest(index):
+        raise _damaged(root / INDEX, "contents that do not match their own digest")
+    if index["kind"] != kind:
+        raise StorageError(
+            f"{root} holds another kind of result",
+            got=repr(index["kind"]),
+            expected=repr(kind),
+            remedy="This is the results folder of another run: give the right one, or write to a new one.",
+        )
+    for name, expected in index["files"].items():
+        check_file(root / name, expected["bytes"], expected["sha256"], verify=verify)
+    return ResultFolder(root, kind, index["facts"], tuple(index["files"]))
+
+
+def check_file(path: Path, n_bytes: int, digest: str, *, verify: bool = False) -> None:
+    """The file is there with this size and, up to `HASHED_AT_OPEN` bytes or with `verify`, this SHA-256."""
+    if not path.is_file():
+        raise StorageError(
+            f"{path} is missing", got="no file", expected=f"{n_bytes} bytes", remedy="Copy the whole folder again."
+        )
+    size = path.stat().st_size
+    if size != n_bytes:
+        raise _damaged(path, f"{size} bytes", f"{n_bytes} bytes")
+    if (verify or size <= HASHED_AT_OPEN) and (found := sha256(path)) != digest:
+        raise _damaged(path, f"SHA-256 {found[:12]}...", f"{digest[:12]}...")
+
+
+def sha256(path: _Pathlike) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with _explained(Path(path), None), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- the common part -------------------------------------------------------------------------------------------------
+
+
+def _write_bytes(target: Path, data: bytes) -> None:
+    with _replacing(target, len(data)) as part:
+        part.write_bytes(data)
+
+
+@contextmanager
+def _replacing(target: Path, n_bytes: int) -> Iterator[Path]:
+    """A temporary file that takes the place of `target` when the block ends well, and vanishes when it does not."""
+    part = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}{_PART}")
+    try:
+        with _explained(target, n_bytes):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            check_space(target.parent, n_bytes)
+            part.touch()
+            yield part
+            with open(part, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(part, target)
+            _sync_folder(target.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _explained(path: Path, n_bytes: int | None) -> Iterator[None]:
+    """Errors of the system and of the file formats as `StorageError`s."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except (OSError, SafetensorError, pyarrow.ArrowException) as error:
+        text = str(error)
+        full = (errno.ENOSPC, errno.EDQUOT)
+        if getattr(error, "errno", None) in full or any(f"os error {code}" in text for code in full):
+            raise _disk_full(path, n_bytes, None) from error
+        if isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and error.errno is not None):
+            raise StorageError(
+                f"{path} cannot be used",
+                got=error.strerror or "No such file or directory",
+                expected="a place that can be read and written",
+                remedy="Check the path and its permissions.",
+            ) from error
+        raise _damaged(path, text.splitlines()[0] if text else type(error).__name__) from error
+
+
+def _disk_full(path: Path, n_bytes: int | None, free: int | None) -> StorageError:
+    needed = "more than there is" if n_bytes is None else f"{n_bytes:,} bytes"
+    return StorageError(
+        f"the disk of {path} is full",
+        got="no space left" if free is None else f"{free:,} bytes free",
+        expected=f"{needed} free for this write",
+        remedy="Free some space or write elsewhere; what was there before is untouched, and a run that was writing as "
+        "it went goes on from its last complete file.",
+    )
+
+
+def _damaged(path: Path, got: str, expected: str = "the file as it was written") -> StorageError:
+    return StorageError(
+        f"{path} is truncated, altered or not one of ours",
+        got=got,
+        expected=expected,
+        remedy="Copy it again from where it was made, or run again.",
+    )
+
+
+def _digest(index: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_to_json(index, False)).hexdigest()
+
+
+def _to_json(value: Any, nan_as_null: bool) -> bytes:
+    plain = _plain(value, "value", nan_as_null)
+    return (json.dumps(plain, sort_keys=True, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _plain(value: Any, where: str, nan_as_null: bool) -> Any:
+    """`value` in JSON's own types, or an `InputError` that says where it is not."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        if nan_as_null:
+            return None
+        raise _not_json(where, str(value), "Leave it out, or write it as null with nan_as_null=True.")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise _not_json(where, f"the key {key!r}", "Keys are strings: str(key).")
+        return {key: _plain(item, f"{where}[{key!r}]", nan_as_null) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]", nan_as_null) for index, item in enumerate(value)]
+    raise _not_json(where, f"a {type(value).__name__}", "Turn it into numbers, strings, lists and dicts first.")
+
+
+def _not_json(where: str, got: str, remedy: str) -> InputError:
+    return InputError(f"{where} cannot be written as JSON", got=got, expected="finite plain values", remedy=remedy)
