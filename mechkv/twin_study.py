@@ -32,7 +32,6 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, storage
-from mechkv.claims import Verdict
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.errors import InputError
 from mechkv.models import info
@@ -196,7 +195,7 @@ class TwinStudy:
 _ENDS = {"estimate": "", "low": "_low", "high": "_high"}
 
 
-def judge(relative: float, low: float, high: float, sign: int) -> Verdict:
+def judge(relative: float, low: float, high: float, sign: int) -> str:
     """What a relative effect with its interval says about a prediction of that sign.
 
     `reproduced`: the interval excludes 0 on the predicted side and the estimate is at least `SMALLEST_EFFECT`;
