@@ -23,6 +23,16 @@ _WHERE = {
     "DriftConfig": "drift",
     "DriftProfile": "drift",
     "drift_profile": "drift",
+    "HeadAnalysis": "heads",
+    "HeadConfig": "heads",
+    "head_analysis": "heads",
+    "materialise_kv_heads": "twins",
+    "pad_head_dim": "twins",
+    "window_off": "twins",
+    "window_on": "twins",
+    "permute_heads": "twins",
+    "TwinStudy": "twin_study",
+    "twin_study": "twin_study",
 }
 """Public name -> the module it lives in."""
 
@@ -40,9 +50,12 @@ __all__ = [
 if TYPE_CHECKING:
     from mechkv.comparison import Difference, compare
     from mechkv.drift import DriftConfig, DriftProfile, drift_profile
+    from mechkv.heads import HeadAnalysis, HeadConfig, head_analysis
     from mechkv.models import from_hf, load_model, recast
     from mechkv.paths import decode, lockstep
     from mechkv.recording import RunRecord, record
+    from mechkv.twin_study import TwinStudy, twin_study
+    from mechkv.twins import materialise_kv_heads, pad_head_dim, permute_heads, window_off, window_on
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,7 @@ from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.errors import InputError
 from mechkv.models import info
 from mechkv.stats import cluster_bootstrap
-from mechkv.twins import Twin, twin_info
+from mechkv.twins import Twin, materialise_kv_heads, pad_head_dim, permute_heads, twin_info, window_off
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -266,6 +266,22 @@ def twin_study(
             fed = [tokens[n:].tolist() for tokens, n in zip(rows["tokens"], rows["n_prompt"], strict=True)]
             _check_lengths(int(rows["n_tokens"].max()), known)
     return _assemble(profiles, {MODEL: model, **twins}, known, config, dtype)
+
+
+def standard_twins(model: TransformerBridge, n_tokens: int, d_head: int | None = None) -> dict[str, TransformerBridge]:
+    """The twins that a model has: `mha` (one KV head a query head), `padded` (head dimension doubled, or `d_head`),
+    `no window` where texts of `n_tokens` fit into the window, and the control, `reordered`."""
+    known = info(model)
+    found: dict[str, TransformerBridge] = {}
+    if known.n_kv < known.n_heads:
+        found["mha"] = materialise_kv_heads(model)
+    found["padded"] = pad_head_dim(model, d_head or 2 * known.d_head)
+    windows = [window for window in known.windows if window is not None]
+    if windows and n_tokens <= min(windows):
+        found["no window"] = window_off(model)
+    if known.n_heads > 1:
+        found["reordered"] = permute_heads(model)
+    return found
 
 
 def _check_lengths(longest: int, twins: Mapping[str, Twin]) -> None:
