@@ -111,7 +111,7 @@ def twin_findings(study: TwinStudy, shared: Broadcast | None, place: str) -> lis
     effects = study.effects().set_index(["cause", "measure"])
     findings = []
     for row in study.verdicts().itertuples():
-        measure, sign = PREDICTIONS[row.cause]
+        measure, _ = PREDICTIONS[row.cause]
         text = f"{CAUSES[row.cause]}: without the cause" if row.cause != "head_dim" else "head dimension: with twice it"
         if row.identical:
             ours = f"{text} the drift is bit for bit the same at every layer and step"
@@ -207,8 +207,8 @@ def _words(concentration: pd.DataFrame, dtype: str) -> str:
         if row.site in ("z", "rot_k"):
             parts.append(
                 f"{row.site}: {row.n_half:.0f} of {row.n_units:.0f} {row.unit}s hold half of the squared drift "
-                f"(of the signal: {100 * row.signal_share:.1f} %), prompts agree on {100 * row.agreement:.0f} % of them "
-                f"(by chance {100 * row.chance:.0f} %)"
+                f"(of the signal: {100 * row.signal_share:.1f} %), prompts agree on {100 * row.agreement:.0f} % "
+                f"of them (by chance {100 * row.chance:.0f} %)"
             )
     return "; ".join(parts) + "." if parts else "No drift at any head."
 
@@ -245,10 +245,9 @@ def sweep_section(sweep: Sweep, config: Config) -> Section:
     caption = f"Points: seeds {list(config.seeds)}; lines: means; thin lines: summation theory, not fitted."
     return Section(
         title="Which dimension does the drift scale with?",
-        text="Emulated orders of summation show what a difference of order alone does, on any machine: theory foretells "
-        "an exponent of 1/2 in the number of terms where one order is sequential and nearly 0 where neither is. A head's "
-        "score has d_head terms, its output as many as the context; their drift grows with those, and what the "
-        "projections add does not depend on either.",
+        text="Emulated orders of summation show what a difference of order alone does, on any machine. Theory "
+        "foretells an exponent of 1/2 in the number of terms where one order is sequential, nearly 0 where neither is. A "
+        "score has d_head terms, a head's output as many as there are keys, a projection d_model.",
         figures={name: (figure, caption) for name, figure in sweep.plot().items()},
         tables={"exponents": (sweep.exponents(), "Fitted powers with 95 % intervals, seeds as clusters.")},
     )

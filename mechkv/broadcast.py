@@ -32,7 +32,7 @@ from mechkv import guards, provenance
 from mechkv.cache import KVState
 from mechkv.comparison import UNIT_ROUNDOFF, compare_rows
 from mechkv.errors import InputError
-from mechkv.guards import GuardLog
+from mechkv.guards import GuardLog, input_device
 from mechkv.models import admit, info, recast, to_dtype
 from mechkv.paths import PathRunner
 from mechkv.stats import cluster_bootstrap, torch_rng
@@ -111,7 +111,7 @@ def broadcast(
     twin = materialise_kv_heads(model if known.dtype == "float32" else recast(model, "float32"))
     limit = getattr(model.cfg, "n_ctx", None)
     token_lists = as_tokens(model.tokenizer, prompts, vocab_size=known.d_vocab, max_positions=limit)
-    device = model.original_model.get_input_embeddings().weight.device
+    device = input_device(model)
     log, frames = GuardLog(), []
     for number, tokens in enumerate(token_lists):
         frames.append(_one_prompt(twin, tokens.to(device), known.n_kv, config, number, log).assign(prompt=number))

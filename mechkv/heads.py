@@ -27,6 +27,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, storage
 from mechkv.errors import InputError
+from mechkv.guards import input_device
 from mechkv.head_measure import HEAD_SITES, QUERY_SITES, HeadLayout, head_layout, head_sites, measure_heads
 from mechkv.models import admit, info, recast
 from mechkv.runs import Piece, RunFolder
@@ -120,7 +121,7 @@ class HeadAnalysis:
         return cluster_bootstrap(decoded, metric, by=["dtype", *by], seed=self.config.seed)
 
     def by_frequency(self, by: Sequence[str] = ("kind",)) -> pd.DataFrame:
-        """Relative drift per rotary pair of K before (`k`) and after rotation (`rot_k`): all heads, layers of a kind."""
+        """Relative drift of K per rotary pair, before (`k`) and after rotation (`rot_k`), over the heads of a kind."""
         part = self.dims[self.dims["site"].isin(("k", "rot_k")) & (self.dims["pair"] >= 0)]
         return self._relative(part, [*by, "pair", "frequency"])
 
@@ -235,13 +236,13 @@ def head_analysis(
     """
     config = config or HeadConfig()
     head_sites(admit(model))
-    device = model.original_model.get_input_embeddings().weight.device
+    device = input_device(model)
     limit = getattr(model.cfg, "n_ctx", None)
     known = info(model)
-    token_lists = as_tokens(
+    found = as_tokens(
         model.tokenizer, prompts, vocab_size=known.d_vocab, max_positions=limit, n_new_tokens=config.n_steps
     )
-    token_lists = [tokens.to(device) for tokens in token_lists]
+    token_lists = [tokens.to(device) for tokens in found]
     run = RunFolder(folder, _settings(model, token_lists, config, control))
     pieces: dict[tuple[str, int], Piece] = {}
     models = {known.dtype: model}

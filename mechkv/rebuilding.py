@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Callable, Mapping
 
 import torch
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.errors import ModelError
 from mechkv.models import admit, boot, info

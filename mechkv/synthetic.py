@@ -295,18 +295,18 @@ def model_sweep(
 
 def random_model(shape: LayerShape, seed: int, dtype: str, n_layers: int = 3, d_vocab: int = 101):
     """A tiny random Llama (Mistral where there is a window) of this shape, as an admitted bridge."""
-    make = LlamaConfig if shape.window is None else MistralConfig
-    config = make(
-        hidden_size=shape.d_model,
-        intermediate_size=2 * shape.d_model,
-        num_hidden_layers=n_layers,
-        num_attention_heads=shape.n_heads,
-        num_key_value_heads=shape.n_kv,
-        head_dim=shape.d_head,
-        vocab_size=d_vocab,
-        max_position_embeddings=max(2 * shape.context, 128),
-        **({} if shape.window is None else {"sliding_window": shape.window}),
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": shape.d_model,
+        "intermediate_size": 2 * shape.d_model,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": shape.n_heads,
+        "num_key_value_heads": shape.n_kv,
+        "head_dim": shape.d_head,
+        "vocab_size": d_vocab,
+        "max_position_embeddings": max(2 * shape.context, 128),
+    }
+    make: type[LlamaConfig | MistralConfig] = LlamaConfig if shape.window is None else MistralConfig
+    config = make(**settings if shape.window is None else settings | {"sliding_window": shape.window})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch_rng(seed, "random model", shape.d_model, shape.d_head, shape.n_heads, shape.n_kv)
     for parameter in model.parameters():

@@ -6,7 +6,7 @@ say what C4 is about:
 
     level         log10 p_last                          how much drift there is
     first_share   p_0 / p_last                          how much of it is there after the first block
-    largest_rise  max_l (p_l - p_(l-1)) / sum of rises  1: one jump; about 1 / n_layers: uniform accumulation (p_(-1) = 0)
+    largest_rise  max_l (p_l - p_(l-1)) / sum of rises  1: one jump; about 1 / n_layers: uniform (p_(-1) = 0)
 
 Every effect is twin minus model on the same prompt; intervals resample prompts. `relative` divides by the model's mean.
 

@@ -13,13 +13,11 @@ A **twin** is a new bridge that computes what `model` computes, in another shape
 Normalisation of Q and K over d_head (Qwen3, Gemma-3): with zeros added the mean of squares is d/d' of what it was. With
 epsilon d/d' as well, both come out sqrt(d'/d) too long; the score scale takes d/d' and undoes it.
 
-Controls. Every twin is proved before it is given away: the logits of model and twin, both recast to float64, agree on
-random tokens on both paths to `PROOF_TOLERANCE` (float64 runs have float32 islands: rotary tables, softmax, norms). One
-that does not is a `GuardError`. `twin_info` gives the proof, and the longest text that it holds for.
+Controls. Every twin is proved before it is given away (`twin_proof`): the float64 logits of model and twin agree on
+random tokens, on both paths. One that does not is a `GuardError`. `twin_info` gives the proof, and the longest text that it holds for.
 """
 
 import copy
-import math
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,17 +30,11 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PretrainedConfig, PreTrainedModel
 
-from mechkv.comparison import compare
-from mechkv.errors import GuardError, InputError, ModelError
-from mechkv.models import DTYPES, dtype_name, info, recast
-from mechkv.paths import decode
-from mechkv.policies import Forced
+from mechkv.errors import InputError, ModelError
+from mechkv.models import DTYPES, info
 from mechkv.rebuilding import Refit, plain_state, rebuild, refit_of
-from mechkv.stats import rng, torch_rng
-
-PROOF_TOLERANCE = 2e-6
-"""Relative L2 of float64 logits; measured on eight tiny families and two real models: 0 to 2e-7. Wrong twins: > 1e-3."""
-PROOF_TOKENS = 12
+from mechkv.stats import rng
+from mechkv.twin_proof import PROOF_TOKENS, logits_of_both_paths, prove, reference_logits
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo2")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -382,58 +374,10 @@ def _proved(
 ) -> TransformerBridge:
     n = PROOF_TOKENS if max_tokens is None else min(PROOF_TOKENS, max_tokens)
     worst = prove(model, twin, n_tokens=n)
-    bitwise = all(torch.equal(a, b) for a, b in zip(_reference(model, n), _both_paths(twin, n), strict=True))
+    bitwise = all(
+        torch.equal(a, b) for a, b in zip(reference_logits(model, n), logits_of_both_paths(twin, n), strict=True)
+    )
     earlier = _TWINS[model].max_tokens if model in _TWINS else None
     limits = [limit for limit in (max_tokens, earlier) if limit is not None]
     _TWINS[twin] = Twin(cause, change, min(limits, default=None), worst, bitwise, n)
     return twin
-
-
-def prove(model: TransformerBridge, twin: TransformerBridge, *, n_tokens: int = PROOF_TOKENS) -> float:
-    """The largest relative L2 difference of the float64 logits of model and twin over random tokens and both paths.
-
-    Raises:
-        GuardError: It is above `PROOF_TOLERANCE`.
-    """
-    ours = _both_paths(recast(twin, torch.float64), n_tokens)
-    worst = max(_distance(a, b) for a, b in zip(ours, _reference(model, n_tokens, wide=True), strict=True))
-    if not worst <= PROOF_TOLERANCE:
-        raise GuardError(
-            "the twin does not compute the same function",
-            got=f"float64 logits that differ by {worst:.2g} (relative L2) on {n_tokens} random tokens",
-            expected=f"at most {PROOF_TOLERANCE:.0e}",
-            remedy=f"Not used. Report the family ({info(model).family}, {dtype_name(DTYPES[info(model).dtype])}).",
-        )
-    return worst
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    found = compare(a, b).rel_l2
-    return math.inf if found is None else found
-
-
-_REFERENCES: "weakref.WeakKeyDictionary[TransformerBridge, dict[tuple[int, bool], list[Tensor]]]" = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _reference(model: TransformerBridge, n_tokens: int, wide: bool = False) -> list[Tensor]:
-    """Logits of the model itself, in its own dtype or in float64; computed once for all of its twins."""
-    held = _REFERENCES.setdefault(model, {})
-    if (n_tokens, wide) not in held:
-        held[n_tokens, wide] = _both_paths(recast(model, torch.float64) if wide else model, n_tokens)
-    return held[n_tokens, wide]
-
-
-def _both_paths(model: TransformerBridge, n_tokens: int, seed: int = 0) -> list[Tensor]:
-    """Logits of every step over random tokens, cached then recomputed; half of the tokens are the prompt."""
-    device = model.original_model.get_input_embeddings().weight.device
-    generator = torch_rng(seed, "twin proof", n_tokens)
-    tokens = torch.randint(0, info(model).d_vocab, (n_tokens,), generator=generator).to(device)
-    n_prompt = max(n_tokens // 2, 1)
-    logits = []
-    for path, n_steps in (("cached", n_tokens - n_prompt), ("recomputed", min(2, n_tokens - n_prompt))):
-        policy = Forced(tokens.tolist())
-        steps = decode(model, tokens[:n_prompt], path=path, policy=policy, n_steps=n_steps)  # type: ignore[arg-type]
-        logits += [step.logits for step in steps]
-    return logits
