@@ -6,6 +6,7 @@ as it is are looked at (`mechkv.heads`), shared and independent KV errors are pl
 mechanism is swept on sums, one attention layer and tiny models (`mechkv.synthetic`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,17 +41,19 @@ class Config:
         lengths: Terms of the sums that are swept.
         d_heads: Head dimensions of the sweeps.
         seeds: Seeds of the sweeps.
+        tiny_models: Sweep tiny random models as well (minutes).
     """
 
     model: str = "smollm2-135m"
     window_model: str | None = None
     dtype: str = "bfloat16"
     n_prompts: int = 4
-    n_steps: int = 4
+    n_steps: int = 2
     d_head: int | None = None
     lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
     d_heads: tuple[int, ...] = (16, 32, 64, 128, 256)
     seeds: tuple[int, ...] = (0, 1, 2)
+    tiny_models: bool = False
     prompts: Path | None = None
     seed: int = 0
 
@@ -58,7 +61,12 @@ class Config:
 PRESETS: dict[str, Config] = {
     "quick": Config(),
     "paper": Config(
-        window_model="gemma3-270m", n_prompts=600, n_steps=32, lengths=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+        window_model="gemma3-270m",
+        n_prompts=600,
+        n_steps=32,
+        lengths=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
+        seeds=(0, 1, 2, 3, 4),
+        tiny_models=True,
     ),
 }
 
@@ -215,10 +223,11 @@ def _words(concentration: pd.DataFrame, dtype: str) -> str:
 
 def _sweeps(config: Config, folder: Path) -> Sweep:
     """The sweeps, each kept once it is done."""
-    settings = {"lengths": list(config.lengths), "d_heads": list(config.d_heads), "seeds": list(config.seeds)}
+    settings: dict[str, Any] = {"lengths": list(config.lengths), "d_heads": list(config.d_heads)}
+    settings |= {"seeds": list(config.seeds), "tiny_models": config.tiny_models}
     run = RunFolder(folder, settings)
     seeds = config.seeds
-    jobs = {
+    jobs: dict[str, Callable[[], Sweep]] = {
         "signed": lambda: sum_sweep(config.lengths, seeds=seeds),
         "positive": lambda: sum_sweep(config.lengths, terms="positive", seeds=seeds),
         "d_head": lambda: layer_sweep("d_head", config.d_heads, seeds=seeds, accumulators=("float16",)),
@@ -226,8 +235,12 @@ def _sweeps(config: Config, folder: Path) -> Sweep:
         "n_kv": lambda: layer_sweep(
             "n_kv", (1, 2, 4, 8), LayerShape(n_heads=8), seeds=seeds, accumulators=("float16",)
         ),
-        "model": lambda: model_sweep("d_head", config.d_heads[::2], seeds=seeds, dtypes=("float32",), n_steps=6),
     }
+    if config.tiny_models:
+        for axis, values in (("d_head", config.d_heads), ("n_kv", (1, 2, 4)), ("context", (32, 64, 128, 256))):
+            jobs[f"model, {axis}"] = lambda axis=axis, values=values: model_sweep(
+                axis, values, seeds=seeds, dtypes=("float32",), n_steps=6
+            )
     total = Sweep(pd.DataFrame(), {})
     for name, job in jobs.items():
 
@@ -246,7 +259,7 @@ def sweep_section(sweep: Sweep, config: Config) -> Section:
     return Section(
         title="Which dimension does the drift scale with?",
         text="Emulated orders of summation show what a difference of order alone does, on any machine. Theory "
-        "foretells an exponent of 1/2 in the number of terms where one order is sequential, nearly 0 where neither is. A "
+        "foretells an exponent of 1/2 in the number of terms where one order is sequential, nearly 0 where none is. A "
         "score has d_head terms, a head's output as many as there are keys, a projection d_model.",
         figures={name: (figure, caption) for name, figure in sweep.plot().items()},
         tables={"exponents": (sweep.exponents(), "Fitted powers with 95 % intervals, seeds as clusters.")},

@@ -184,7 +184,7 @@ def reduce_pairs(pairs: Iterable[tuple[Step, Step]], layout: HeadLayout) -> dict
         patterns += list(_pattern_rows(cached, recomputed, layout))
         drift = ours["z"].double() - theirs["z"].double()
         if cached.index:
-            groups.append(_group_rows(cached, drift, before, layout))
+            groups.append(_group_rows(cached.index, drift, before, layout))
             _add(sums, ours, theirs)
         before, tokens = drift, cached.tokens
     return {
@@ -259,7 +259,7 @@ def _entropy(rows: Tensor) -> Tensor:
     return -torch.special.xlogy(rows, rows).sum(-1)
 
 
-def _group_rows(step: Step, drift: Tensor, before: Tensor | None, layout: HeadLayout) -> pd.DataFrame:
+def _group_rows(index: int, drift: Tensor, before: Tensor | None, layout: HeadLayout) -> pd.DataFrame:
     """Cosines of head-output drift within and between groups; pairs with a head that did not drift are left out."""
     n_layers = drift.shape[0]
     now = _unit(drift)
@@ -275,7 +275,7 @@ def _group_rows(step: Step, drift: Tensor, before: Tensor | None, layout: HeadLa
         "within_shifted": _mean_over(shifted, same & other),
     }
     return pd.DataFrame(
-        {"step": step.index, "layer": np.arange(n_layers), "kind": layout.kinds}
+        {"step": index, "layer": np.arange(n_layers), "kind": layout.kinds}
         | {name: value.cpu().numpy() for name, value in columns.items()}
         | {"n_drifting": (drift.abs().amax(-1) > 0).sum(-1).cpu().numpy()}
     )

@@ -47,9 +47,9 @@ def profile_by_twin(study: "TwinStudy") -> Figure:
         for i, name in enumerate(["model", *study.twins]):
             part = table[table["twin"] == name].sort_values("layer")
             label = name if name == "model" else f"{name} ({study.twins[name].cause.replace('_', ' ')})"
-            look, band = SERIES_LOOKS[i % len(SERIES_LOOKS)], (part["low"], part["high"])
+            look, (x, y, band) = SERIES_LOOKS[i % len(SERIES_LOOKS)], _curve(part, "layer")
             series = min(i, max(len(strip.heights) - 1, 0))
-            draw_line(axes, part["layer"], part["estimate"], look, label, band=band, strip=strip, series=series)
+            draw_line(axes, x, y, look, label, band=band, strip=strip, series=series)
         integer_axis(axes, "layer")
         axes.set_ylabel(f"relative L2 drift\nat resid_post, {study.dtype}")
         sns.despine(ax=axes)
@@ -105,10 +105,9 @@ def drift_by_frequency(analysis: "HeadAnalysis") -> Figure:
             strip = zero_aware_log_axis(axes, table[["estimate", "high"]].to_numpy().ravel(), 2)
             for i, (site, label) in enumerate((("k", "before rotation"), ("rot_k", "after rotation"))):
                 part = table[(table["kind"] == kind) & (table["site"] == site) & (table["frequency"] > 0)]
-                part = part.sort_values("frequency")
-                band, x = (part["low"], part["high"]), part["frequency"]
+                x, y, band = _curve(part.sort_values("frequency"), "frequency")
                 series = min(i, max(len(strip.heights) - 1, 0))
-                draw_line(axes, x, part["estimate"], SERIES_LOOKS[i], label, band=band, strip=strip, series=series)
+                draw_line(axes, x, y, SERIES_LOOKS[i], label, band=band, strip=strip, series=series)
             axes.set_xscale("log")
             axes.set_xlabel("rotary frequency (radians a token)")
             if len(kinds) > 1:
@@ -132,10 +131,8 @@ def pattern_drift(analysis: "HeadAnalysis") -> Figure:
         for i, dtype in enumerate(dtypes):
             part = table[table["dtype"] == dtype].sort_values("layer")
             label = dtype if dtype == analysis.dtype else f"{dtype}, control"
-            band, series = (part["low"], part["high"]), min(i, max(len(strip.heights) - 1, 0))
-            draw_line(
-                axes, part["layer"], part["estimate"], dtype_look(dtype), label, band=band, strip=strip, series=series
-            )
+            (x, y, band), series = _curve(part, "layer"), min(i, max(len(strip.heights) - 1, 0))
+            draw_line(axes, x, y, dtype_look(dtype), label, band=band, strip=strip, series=series)
         integer_axis(axes, "layer")
         axes.set_ylabel("total variation of\nattention rows")
         sns.despine(ax=axes)
@@ -173,7 +170,7 @@ def sweep_figure(sweep: "Sweep", name: str, axis: str) -> Figure:
                 label = f"{how}, {dtype}" + ("" if "kernel" in accumulator else f", {accumulator} sums")
                 label = f"{how}, {accumulator}" if axis == "n" else label
                 axes.scatter(own["x"], own["drift"].where(own["drift"] > 0), s=3, color=look.colour, alpha=0.5)
-                draw_line(axes, mean.index, mean.to_numpy(), look, label, strip=strip)
+                draw_line(axes, mean.index.to_numpy(), mean.to_numpy(), look, label, strip=strip)
             for label, (x, y) in lines.items():
                 axes.plot(x, y, color="0.55", linewidth=0.7, linestyle=(0, (1, 1.5)), gid="theory")
                 axes.annotate(label, (x[-1], y[-1]), fontsize=5, color="0.4", ha="right", va="bottom")
@@ -195,6 +192,12 @@ def sweep_figures(sweep: "Sweep") -> dict[str, Figure]:
         f"sweep_{name.replace(',', '').replace(' ', '_')}_{axis}": sweep_figure(sweep, name, axis)
         for name, axis in pairs
     }
+
+
+def _curve(table: pd.DataFrame, x: str) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Abscissae, estimates and band of a table of intervals."""
+    low, high = table["low"].to_numpy(), table["high"].to_numpy()
+    return table[x].to_numpy(), table["estimate"].to_numpy(), (low, high)
 
 
 def _theory(part: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -97,7 +97,9 @@ def _pairwise(terms: Tensor) -> Tensor:
     return terms[..., 0]
 
 
-def summation_line(law: Literal["worst case", "random walk", "pairwise"], n: float, accumulator: torch.dtype) -> float:
+def summation_line(
+    law: Literal["worst case", "random walk", "pairwise"], n: int | float, accumulator: torch.dtype
+) -> float:
     """The lines of summation theory: (n - 1) u, sqrt(n) u, ceil(log2 n) u, relative to the sum of absolute values."""
     u = UNIT_ROUNDOFF[accumulator]
     return {"worst case": (n - 1) * u, "random walk": math.sqrt(n) * u, "pairwise": math.ceil(math.log2(n)) * u}[law]

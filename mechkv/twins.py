@@ -14,7 +14,8 @@ Normalisation of Q and K over d_head (Qwen3, Gemma-3): with zeros added the mean
 epsilon d/d' as well, both come out sqrt(d'/d) too long; the score scale takes d/d' and undoes it.
 
 Controls. Every twin is proved before it is given away (`twin_proof`): the float64 logits of model and twin agree on
-random tokens, on both paths. One that does not is a `GuardError`. `twin_info` gives the proof, and the longest text that it holds for.
+random tokens, on both paths. One that does not is a `GuardError`. `twin_info` gives the proof, and the
+longest text that it holds for.
 """
 
 import copy

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tests.tiny import WINDOW, tiny_bridge, tiny_hf, tiny_tokenizer, tokens
 
 import mechkv
 from mechkv.errors import InputError, StorageError
@@ -16,6 +15,7 @@ from mechkv.heads import HeadAnalysis, HeadConfig, fewest_for_half, head_analysi
 from mechkv.paths import decode
 from mechkv.policies import Forced
 from mechkv.sites import CACHE_SITES
+from tests.tiny import WINDOW, tiny_bridge, tiny_hf, tiny_tokenizer, tokens
 
 LAYER, HEAD, PAIR = 1, 1, 4
 
@@ -103,18 +103,15 @@ def test_cosines_within_and_between_groups() -> None:
     layout = HeadLayout(4, 2, 3, ("full",), ((),), "halves")
     x, y, zero = torch.tensor([1.0, 0, 0]), torch.tensor([0, 2.0, 0]), torch.zeros(3)
 
-    class At:
-        index = 1
-
-    row = _group_rows(At, torch.stack([x, 3 * x, y, y])[None].double(), None, layout).iloc[0]
+    row = _group_rows(1, torch.stack([x, 3 * x, y, y])[None].double(), None, layout).iloc[0]
     assert (row["within"], row["between"]) == pytest.approx((1, 0))
     earlier = torch.stack([-x, -x, x, x])[None].double()
-    row = _group_rows(At, torch.stack([x, x, y, y])[None].double(), earlier, layout).iloc[0]
+    row = _group_rows(1, torch.stack([x, x, y, y])[None].double(), earlier, layout).iloc[0]
     assert row["within_shifted"] == pytest.approx(-0.5)
-    row = _group_rows(At, torch.stack([x, zero, y, -y])[None].double(), None, layout).iloc[0]
+    row = _group_rows(1, torch.stack([x, zero, y, -y])[None].double(), None, layout).iloc[0]
     assert row["within"] == pytest.approx(-1), "a head without drift is in no pair"
     assert row["n_drifting"] == 3
-    assert math.isnan(_group_rows(At, torch.zeros(1, 4, 3).double(), None, layout).iloc[0]["within"])
+    assert math.isnan(_group_rows(1, torch.zeros(1, 4, 3).double(), None, layout).iloc[0]["within"])
 
 
 def test_fewest_for_half() -> None:
@@ -220,4 +217,4 @@ def test_command_line(tmp_path, capsys) -> None:
     assert {row["cause"] for row in tables["verdicts"]} == {"kv_heads", "head_dim"}
     assert (tmp_path / "out" / "figures" / "profile_by_twin.png").exists()
     assert HeadAnalysis.load(tmp_path / "out" / "heads").dtype == "float32"
-    assert mechkv.TwinStudy.load(tmp_path / "out" / "twins").twins["mha"].bitwise
+    assert mechkv.TwinStudy.load(tmp_path / "out" / "twins").twins["mha"].float64_rel_l2 < 1e-6

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.tiny import WINDOW, tiny_bridge, tokens
 
 from mechkv import twins
 from mechkv.comparison import compare
@@ -13,6 +12,7 @@ from mechkv.policies import Forced
 from mechkv.rebuilding import plain_state, rebuild
 from mechkv.twin_proof import PROOF_TOLERANCE, prove
 from mechkv.twins import materialise_kv_heads, pad_head_dim, permute_heads, twin_info, window_off, window_on
+from tests.tiny import WINDOW, tiny_bridge, tokens
 
 FAMILIES = ("llama-gqa", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3")
 NORMED = ("qwen3", "gemma3")
