@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tests.tiny import tiny_bridge, tokens
 
 from mechkv.broadcast import BroadcastConfig, _perturbed, broadcast
 from mechkv.cache import KVState
@@ -15,6 +14,7 @@ from mechkv.errors import InputError, StorageError
 from mechkv.reduction import ORDERS, SumOrder, ordered_matmul, ordered_sum, summation_line
 from mechkv.stats import rng
 from mechkv.synthetic import LayerShape, Sweep, layer_sweep, model_sweep, sum_sweep
+from tests.tiny import tiny_bridge, tokens
 
 
 def test_orders_round_where_they_should() -> None:
