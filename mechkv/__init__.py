@@ -49,6 +49,16 @@ _WHERE = {
     "precision_ladder": "precision",
     "precision_by_site": "precision_policy",
     "oracle_study": "oracle",
+    "HeadAnalysis": "heads",
+    "HeadConfig": "heads",
+    "head_analysis": "heads",
+    "materialise_kv_heads": "twins",
+    "pad_head_dim": "twins",
+    "window_off": "twins",
+    "window_on": "twins",
+    "permute_heads": "twins",
+    "TwinStudy": "twin_study",
+    "twin_study": "twin_study",
 }
 """Public name -> the module it lives in."""
 
@@ -70,6 +80,7 @@ if TYPE_CHECKING:
     from mechkv.factorial import CausalFactorial, FactorialConfig, causal_factorial
     from mechkv.interventions import Patch
     from mechkv.localise import localise_kv
+    from mechkv.heads import HeadAnalysis, HeadConfig, head_analysis
     from mechkv.models import from_hf, load_model, recast
     from mechkv.onset import DriftOnset, OnsetConfig, drift_onset
     from mechkv.oracle import oracle_study
@@ -81,6 +92,8 @@ if TYPE_CHECKING:
     from mechkv.recording import RunRecord, record
     from mechkv.reprojection import Reprojection, ReprojectionConfig, reprojection_check
     from mechkv.trajectory import TrajectoryConfig, free_running, teacher_forced
+    from mechkv.twin_study import TwinStudy, twin_study
+    from mechkv.twins import materialise_kv_heads, pad_head_dim, permute_heads, window_off, window_on
 
 
 def __getattr__(name: str) -> Any:

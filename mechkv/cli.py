@@ -15,6 +15,7 @@ from mechkv.errors import GuardError, InputError, MechkvError, ModelError, NonFi
 
 COMMANDS: dict[str, str] = {
     "drift": "Drift",
+    "heads": "Heads",
     "models": "Models",
     "patch": "Patch",
     "precision": "Precision",
