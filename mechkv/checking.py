@@ -168,7 +168,7 @@ def check(
     *,
     prompts: Sequence[str | Tensor] | None = None,
     dtypes: Sequence[str | torch.dtype] = DTYPES,
-    n_steps: int = 16,
+    n_steps: int = 12,
     chunk: int = 4,
     batched: bool = False,
     left_padded: bool = False,
@@ -283,7 +283,8 @@ def _rungs(report: CaseReport) -> list[dict[str, Any]]:
     for rung in report.rungs:
         e = rung.evidence
         limit = bounds(report.sensitivity, e.unit_roundoff)
-        over = np.flatnonzero(np.asarray(e.difference) > limit) if limit is not None and e.status == "ok" else []
+        judged = bounds(report.sensitivity, max(e.unit_roundoff, report.decision.roundoff or 0.0))
+        over = np.flatnonzero(np.asarray(e.difference) > judged) if judged is not None and e.status == "ok" else []
         row: dict[str, Any] = {"case": report.case.name, "dtype": e.dtype, "status": e.status}
         row |= {"max_abs": e.largest if e.status == "ok" else np.nan}
         row |= {"bound": float(limit.max()) if limit is not None else np.nan}

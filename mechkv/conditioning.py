@@ -6,14 +6,14 @@ lambda sqrt(n) u (Higham and Mary 2019). So, with every weight w of fan-in n rep
 in the most precise rung that runs. Norms, biases and other vectors count as n = 1.
 
 Conventions. The weights are all floating tensors (torch or numpy) within reach of the object that `build` returned:
-modules, attributes, dicts, lists. Every probe runs on a fresh object, perturbed in place; shared (tied) tensors once.
+modules, attributes, closures, dicts, lists. They are perturbed in place, shared (tied) tensors once, and restored.
 
 Controls: the same probes give a bound for every layer (`localise`), and clean models stay below a tenth of the bound.
 """
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -48,18 +48,27 @@ def weights_in(thing: Any) -> list[Tensor | np.ndarray]:
     return list(found.values())
 
 
-def perturb(weights: list[Tensor | np.ndarray], unit_roundoff: float, seed: int) -> None:
-    """Replace every weight w by w (1 +- sqrt(fan-in) u), in place."""
+@contextmanager
+def perturbed(weights: list[Tensor | np.ndarray], unit_roundoff: float, seed: int) -> Iterator[None]:
+    """Every weight w is w (1 +- sqrt(fan-in) u) for the length of a `with` block; the bits of before come back."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    kept = [weight.copy() if isinstance(weight, np.ndarray) else weight.detach().clone() for weight in weights]
+    try:
         for weight in weights:
             fan_in = min(weight.shape[-2:]) if weight.ndim > 1 else 1
-            sign = torch.randint(0, 2, tuple(weight.shape), generator=generator) * 2 - 1
+            sign = torch.randint(0, 2, tuple(weight.shape), generator=generator, dtype=torch.int8) * 2 - 1
             factor = 1.0 + sign.double() * (math.sqrt(fan_in) * unit_roundoff)
             if isinstance(weight, np.ndarray):
                 weight[...] = weight.astype(np.float64) * factor.numpy()
             else:
                 weight.data.copy_((weight.detach().double() * factor.to(weight.device)).to(weight.dtype))
+        yield
+    finally:
+        for weight, before in zip(weights, kept, strict=True):
+            if isinstance(weight, np.ndarray):
+                weight[...] = before
+            else:
+                weight.data.copy_(before)
 
 
 def floating_dtypes(weights: list[Tensor | np.ndarray]) -> set[str]:

@@ -9,6 +9,7 @@ layer profile by forward hooks.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mechkv import localise
-from mechkv.conditioning import N_PROBES, modules_in, perturb, weights_in
+from mechkv.conditioning import N_PROBES, modules_in, perturbed, weights_in
 from mechkv.errors import MechkvError
 from mechkv.ladder import PATHS, UNRUNNABLE, Builder, Caller, Case, Rung, climb, size, takes_n_prompt
 from mechkv.localise import Limits, Trace
@@ -95,31 +96,27 @@ class Examiner:
     def _sensitivities(
         self, cases: Sequence[Case], climbed: Sequence[list[Rung]]
     ) -> list[tuple[float, ...] | None]:
-        """G(p) of every case, from N_PROBES perturbed objects in the most precise rung."""
+        """G(p) of every case, from N_PROBES perturbations in the most precise rung."""
         tops = [_top(rungs) for rungs in climbed]
-        found: list[np.ndarray | None] = [None] * len(cases)
+        found: list[tuple[float, ...] | None] = [None] * len(cases)
         for dtype in dict.fromkeys(_dtype(top) for top in tops if top is not None):
-            unit = _probe_unit(dtype)
             mine = [i for i, top in enumerate(tops) if top is not None and _dtype(top) == dtype]
-            plain: dict[int, Tensor] = {}
+            thing, unit = self.build(dtype), _probe_unit(dtype)
+            weights = weights_in(thing)
+            if not weights:
+                continue
+            plain = {i: self._plain(thing, cases[i], climbed[i]) for i in mine}
+            moved: dict[int, list[np.ndarray]] = {i: [] for i in mine}
             for probe in range(N_PROBES):
-                thing = self.build(dtype)
-                weights = weights_in(thing)
-                if not weights:
-                    return [None] * len(cases)
-                for i in mine:
-                    if i not in plain:
-                        plain[i] = self._plain(thing, cases[i], climbed[i])
-                perturb(weights, unit, seed=probe)
-                for i in mine:
-                    moved = (self.call(thing, cases[i], "sensitivity") - plain[i]).abs().amax(-1).numpy() / unit
-                    found[i] = moved if found[i] is None else np.maximum(found[i], moved)
-                del thing
-        return [
-            tuple(float(x) for x in values) if values is not None and np.isfinite(values).all() and values.max() > 0
-            else None
-            for values in found
-        ]
+                with perturbed(weights, unit, seed=probe):
+                    for i in mine:
+                        logits = self.call(thing, cases[i], "sensitivity")
+                        moved[i].append((logits - plain[i]).abs().amax(-1).numpy() / unit)
+            for i in mine:
+                values = np.max(moved[i], axis=0)
+                if np.isfinite(values).all() and values.max() > 0:
+                    found[i] = tuple(float(x) for x in values)
+        return found
 
     def _plain(self, thing: Any, case: Case, rungs: Sequence[Rung]) -> Tensor:
         top = _top(rungs)
@@ -132,8 +129,9 @@ class Examiner:
         case, top = report.case, _top(report.rungs)
         assert top is not None
         dtype = _dtype(top)
-        references = self._references(report, dtype)
-        place = self._locate(report, dtype, references)
+        thing = self.build(dtype)
+        references = self._references(report, thing, dtype)
+        place = self._locate(report, thing, dtype, references)
         layer = place.layer if place else None
         profile = place.profile if place else pd.DataFrame(columns=["layer", "max_abs", "rel_linf", "bound"])
         windows = self._windows
@@ -155,14 +153,13 @@ class Examiner:
             )
         return replace(report, references=references, place=place, signature=signature, profile_shape=shape)
 
-    def _references(self, report: CaseReport, dtype: torch.dtype) -> References:
+    def _references(self, report: CaseReport, thing: Any, dtype: torch.dtype) -> References:
         """Ask both paths about changed, missing and repeated tokens; a path that cannot say is left out."""
         case, top = report.case, _top(report.rungs)
         assert top is not None
         limit = _limit(report, dtype)
         tokens, logits = case.tokens, top.logits
         inner = sum(p < len(tokens) - 1 for p in case.positions)
-        thing = self.build(dtype)
         later: dict[str, float] = {}
         shorter: dict[str, float] = {}
         state: dict[str, float] = {}
@@ -181,17 +178,17 @@ class Examiner:
         if inner:
             changed = _other_end(tokens)
             for path in PATHS:
-                moved = self._try(self.build(dtype), case, path, changed)
+                moved = self._try(thing, case, path, changed)
                 if moved is not None:
                     later[path] = size(moved[:inner], logits[path][:inner])
         return References(later, shorter, state, self._stepwise(thing, case, logits), limit)
 
     def _hidden_leaks(
-        self, case: Case, dtype: torch.dtype, traces: dict[str, Trace], limits: Limits, references: References
+        self, case: Case, thing: Any, traces: dict[str, Trace], limits: Limits, references: References
     ) -> None:
         """A full pass a step hides later tokens from its logits, not from its earlier hidden rows: look there too."""
         for path, before in traces.items():
-            after = self._trace(self.build(dtype), case, path, None, _other_end(case.tokens))
+            after = self._trace(thing, case, path, None, _other_end(case.tokens))
             excess = localise.leaks(before, after, limits)
             references.later_token[path] = max(references.later_token.get(path, 0.0), excess * references.limit)
 
@@ -218,61 +215,64 @@ class Examiner:
         return None
 
     def _locate(
-        self, report: CaseReport, dtype: torch.dtype, references: References
+        self, report: CaseReport, thing: Any, dtype: torch.dtype, references: References
     ) -> localise.Place | None:
         """The first bad layer and module at the first bad position (or the profile where the difference is largest)."""
-        model = self._module(self.build(dtype))
-        self._windows = _windows(model)
-        if model is None or not localise.find_blocks(model)[1]:
+        models = self._models(thing)
+        if not models:
             return None
+        self._windows = _windows(models[0])
         case, decision = report.case, report.decision
         top = _top(report.rungs)
         assert top is not None
         index = decision.bad[0] if decision.bad else int(np.argmax(top.evidence.difference))
         position = case.positions[index]
-        ours, theirs, limits = self._traces(case, dtype, decision.roundoff)
+        ours, theirs, limits = self._traces(case, thing, dtype, decision.roundoff)
         if not ours.calls or not theirs.calls:
             return None
         profile = localise.layer_profile(ours, theirs, position, limits)
         if decision.verdict == "semantic":
-            self._hidden_leaks(case, dtype, {"cached": ours, "recomputed": theirs}, limits, references)
+            self._hidden_leaks(case, thing, {"cached": ours, "recomputed": theirs}, limits, references)
         layer = localise.first_layer(profile) if decision.verdict == "semantic" else None
         tables = localise.differing_tables(ours, theirs, position, limits) if layer is not None else ()
         site: str | None = None
         equal: tuple[str, ...] = ()
         if layer is not None and layer >= 0:
-            ours, theirs, limits = self._traces(case, dtype, decision.roundoff, inside=layer)
+            ours, theirs, limits = self._traces(case, thing, dtype, decision.roundoff, inside=layer)
             site, equal = localise.first_site(ours, theirs, position, limits, skip=tables)
             equal = tuple(name for name in equal if f".{layer}." in name)
         return localise.Place(layer, site, equal, tables, profile)
 
     def _traces(
-        self, case: Case, dtype: torch.dtype, roundoff: float | None, inside: int | None = None
+        self, case: Case, thing: Any, dtype: torch.dtype, roundoff: float | None, inside: int | None = None
     ) -> tuple[Trace, Trace, Limits]:
-        thing = self.build(dtype)
         ours = self._trace(thing, case, "cached", inside)
         theirs = self._trace(thing, case, "recomputed", inside)
         unit, probes, plain = _probe_unit(dtype), [], theirs
         if case.sensitivity_of is not None:
             plain = self._trace(thing, case, "sensitivity", inside)
+        weights = weights_in(thing)
         for probe in range(N_PROBES):
-            thing = self.build(dtype)
-            perturb(weights_in(thing), unit, seed=probe)
-            probes.append(self._trace(thing, case, "sensitivity", inside))
+            with perturbed(weights, unit, seed=probe):
+                probes.append(self._trace(thing, case, "sensitivity", inside))
         return ours, theirs, Limits(plain, probes, SAFETY * (roundoff or ROUNDOFF["float32"]) / unit)
 
     def _trace(self, thing: Any, case: Case, path: str, inside: int | None, tokens: Tensor | None = None) -> Trace:
-        model = self._module(thing)
-        assert model is not None
-        with localise.watch(model, len(case.tokens), inside) as trace:
+        """What the model that this path runs on computed; with two models within reach, each path may have its own."""
+        with ExitStack() as stack:
+            traces = [
+                stack.enter_context(localise.watch(model, len(case.tokens), inside)) for model in self._models(thing)
+            ]
             self._try(thing, case, path, tokens)
-        return trace
+        return max(traces, key=lambda trace: sum(len(calls) for calls in trace.calls.values()))
 
-    def _module(self, thing: Any) -> nn.Module | None:
-        if self._modules is not None:
-            return self._modules(thing)
-        found = modules_in(thing)
-        return max(found, key=lambda m: sum(p.numel() for p in m.parameters())) if found else None
+    def _models(self, thing: Any) -> list[nn.Module]:
+        """The torch models with blocks, largest first; one that is part of another is left out."""
+        found = [self._modules(thing)] if self._modules is not None else modules_in(thing)
+        found = [model for model in found if localise.find_blocks(model)[1]]
+        inner = {id(part) for model in found for part in model.modules() if part is not model}
+        outer = [model for model in found if id(model) not in inner]
+        return sorted(outer, key=lambda m: -sum(p.numel() for p in m.parameters()))
 
 
 def _top(rungs: Sequence[Rung]) -> Rung | None:
@@ -305,7 +305,7 @@ def _other_end(tokens: Tensor) -> Tensor:
     return changed
 
 
-def _windows(model: nn.Module | None) -> tuple[bool, ...]:
+def _windows(model: nn.Module) -> tuple[bool, ...]:
     """Which layers have a sliding window, by the model's own configuration."""
     config = getattr(model, "config", None)
     kinds = getattr(config, "layer_types", None)

@@ -1,8 +1,8 @@
 """How does the difference of two paths go with precision? The rungs of a ladder, each on fresh weights.
 
 A `Case` is a pair of paths on given tokens; a path is any function (object, tokens) -> logits, a row for each compared
-position. `climb` builds a fresh object for every precision, runs both paths of every case on it twice, and keeps the
-logits. A precision that a model has no code for is a missing rung, not an error, as long as another rung runs.
+position. `climb` builds a fresh object for every precision, runs both paths of every case on it, and keeps the logits;
+the first case in every precision, and every case in the first precision, run twice. A precision that a model has no code for is a missing rung, not an error, as long as another rung runs.
 
 Controls: the second call of a path is its floor (0 when it repeats); random number generators are set differently
 before every call, so chance shows; an object returned twice, or with weights of another dtype, is refused.
@@ -161,7 +161,8 @@ def climb(build: Builder, cases: Sequence[Case], dtypes: Sequence[torch.dtype], 
                 rung.append(_missing(name, f"build: {_short(error)}"))
             continue
         for index, case in enumerate(cases):
-            rungs[index].append(_rung(name, thing, case, call, errors))
+            again = index == 0 or dtype == dtypes[0]
+            rungs[index].append(_rung(name, thing, case, call, errors, again))
         del thing
     if all(rung.evidence.status == "missing" for case in rungs for rung in case):
         raise InputError(
@@ -173,7 +174,7 @@ def climb(build: Builder, cases: Sequence[Case], dtypes: Sequence[torch.dtype], 
     return rungs
 
 
-def _rung(name: str, thing: Any, case: Case, call: Caller, errors: list[Exception]) -> Rung:
+def _rung(name: str, thing: Any, case: Case, call: Caller, errors: list[Exception], again: bool) -> Rung:
     logits: dict[str, Tensor] = {}
     failed: dict[str, Exception] = {}
     broken: dict[str, str] = {}
@@ -203,7 +204,7 @@ def _rung(name: str, thing: Any, case: Case, call: Caller, errors: list[Exceptio
     if nonfinite:
         evidence = RungEvidence(name, "nonfinite", difference, nonfinite, error="NaN or infinity in the logits")
         return Rung(evidence, logits, table)
-    repeat = {path: size(call(thing, case, path), logits[path]) for path in PATHS}
+    repeat = {path: size(call(thing, case, path), logits[path]) for path in PATHS} if again else {}
     return Rung(RungEvidence(name, "ok", difference, (), repeat), logits, table)
 
 
