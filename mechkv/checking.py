@@ -37,6 +37,8 @@ __all__ = ["DTYPES", "CheckReport", "check", "check_paths"]
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """The whole ladder."""
 KIND = "check_report"
+LOSSY_SHARE = 2.0**-4
+"""Relative error of a 4-bit store; used for a note only, never for the verdict."""
 _SEVERITY = ("identical", "numerical", "inconclusive", "irreproducible", "nonfinite", "semantic")
 
 
@@ -269,13 +271,29 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
         "cases": {report.case.name: report.decision.verdict for report in examined},
     }
     text = {"text": signature.text, "when": signature.when, "because": signature.because} if signature else {}
-    state = references.beyond("state") if references else []
-    if state:
-        found["notes"].append(f"the {' and the '.join(state)} path carries state from call to call")
+    if references and references.changed_buffers:
+        names = ", ".join(references.changed_buffers)
+        found["notes"].append(f"the model carries state from call to call: {names} changes while it runs")
+    elif references and references.beyond("state"):
+        found["notes"].append(f"the {' and the '.join(references.beyond('state'))} path carries state from call to call")
+    if signature is not None and place is not None and place.layer is not None and signature.kind == "attention":
+        found["notes"] += _store_note(place.profile, place.layer)
     bad = sorted(r.case.name for r in examined if r.decision.verdict == "semantic")
     if bad and len(bad) < len(examined):
         found["notes"].append(f"semantic only in: {', '.join(bad)}")
     return found | text
+
+
+def _store_note(profile: pd.DataFrame, layer: int) -> list[str]:
+    """A mask or position error changes a layer's output by a large part of itself; a coarse store by a small one."""
+    share = float(profile.set_index("layer")["rel_linf"][layer])
+    if not 0 < share < LOSSY_SHARE:
+        return []
+    return [
+        f"the first bad layer is off by {100 * share:.2g} % only, whatever the precision: a lossy or quantised store of K "
+        "and V (or arithmetic in fewer bits inside the model) looks like this; if that is meant, it is not rounding of "
+        "this dtype but another function"
+    ]
 
 
 def _rungs(report: CaseReport) -> list[dict[str, Any]]:

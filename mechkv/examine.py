@@ -125,19 +125,20 @@ class Examiner:
         return self.call(thing, case, "sensitivity")
 
     def _explain(self, report: CaseReport) -> CaseReport:
-        """Third references and the place, for one case."""
+        """The place and, for a semantic difference, third references."""
         case, top = report.case, _top(report.rungs)
         assert top is not None
         dtype = _dtype(top)
         thing = self.build(dtype)
-        references = self._references(report, thing, dtype)
+        semantic = report.decision.verdict == "semantic"
+        references = self._references(report, thing, dtype) if semantic else References()
         place = self._locate(report, thing, dtype, references)
         layer = place.layer if place else None
         profile = place.profile if place else pd.DataFrame(columns=["layer", "max_abs", "rel_linf", "bound"])
         windows = self._windows
-        shape = profile_shape(profile, layer if report.decision.verdict == "semantic" else None, windows)
+        shape = profile_shape(profile, layer if semantic else None, windows)
         signature = None
-        if report.decision.verdict == "semantic":
+        if semantic:
             signature = describe(
                 layer=layer,
                 site=place.site if place else None,
@@ -159,6 +160,7 @@ class Examiner:
         assert top is not None
         limit = _limit(report, dtype)
         tokens, logits = case.tokens, top.logits
+        before = self._buffers(thing)
         inner = sum(p < len(tokens) - 1 for p in case.positions)
         later: dict[str, float] = {}
         shorter: dict[str, float] = {}
@@ -181,7 +183,16 @@ class Examiner:
                 moved = self._try(thing, case, path, changed)
                 if moved is not None:
                     later[path] = size(moved[:inner], logits[path][:inner])
-        return References(later, shorter, state, self._stepwise(thing, case, logits), limit)
+        steps = self._stepwise(thing, case, logits)
+        after = self._buffers(thing)
+        changed_state = tuple(name for name, value in before.items() if not torch.equal(value, after.get(name, value)))
+        return References(later, shorter, state, steps, limit, changed_state)
+
+    def _buffers(self, thing: Any) -> dict[str, Tensor]:
+        """Copies of every buffer within reach: running a model should change none."""
+        return {
+            name: value.clone() for model in self._models(thing) for name, value in model.named_buffers()
+        }
 
     def _hidden_leaks(
         self, case: Case, thing: Any, traces: dict[str, Trace], limits: Limits, references: References

@@ -26,6 +26,7 @@ class References:
         state: Path -> how much a call changes after other calls on the same object.
         stepwise: Path -> how much it differs from one token at a time on an empty cache.
         limit: What rounding may do to any of these.
+        changed_buffers: Buffers of the model that differ after the paths ran.
     """
 
     later_token: dict[str, float] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class References:
     state: dict[str, float] = field(default_factory=dict)
     stepwise: dict[str, float] = field(default_factory=dict)
     limit: float = 0.0
+    changed_buffers: tuple[str, ...] = ()
 
     def beyond(self, name: str) -> list[str]:
         """Paths that a reference convicts."""
@@ -143,8 +145,10 @@ def _kind(
 ) -> tuple[Kind, str]:
     if references.beyond("later_token"):
         return "causality", "the causal mask: later tokens reach earlier rows"
-    if references.beyond("state"):
-        return "state", "state that the model carries from call to call (a table that depends on the longest input so far)"
+    if references.beyond("state") or references.changed_buffers:
+        names = ", ".join(references.changed_buffers)
+        held = f"{names} changes while it runs" if names else "a call gives something else after other calls"
+        return "state", f"state that the model carries from call to call: {held}"
     onset = time.startswith("onset")
     if references.beyond("shorter"):
         return "length", "something that depends on the total length (rotary scaling, a length-dependent mask)"
@@ -155,7 +159,7 @@ def _kind(
     if layer is not None and site is not None and _in_attention(site, equal_before):
         before = ", ".join(name.rsplit(".", 1)[-1] for name in equal_before[-4:])
         text = f"attention of layer {layer}: its mask, its window or the cached rows it reads ({before} agree)"
-        return "attention", text
+        return "attention", text + ("; the window, most likely: it sets in at a length" if onset else "")
     if layer is not None:
         text = f"layer {layer}" + (f", first at {site}" if site else "")
         return ("layer" if site else "attention"), text
@@ -164,9 +168,11 @@ def _kind(
 
 def _in_attention(site: str, equal_before: Sequence[str]) -> bool:
     """Whether the first bad module follows agreeing projections of the same parent: attention itself is in between."""
-    parent = site.rsplit(".", 1)[0]
-    projections = ("q_proj", "k_proj", "v_proj", "qkv", "query_key_value", "c_attn", "query", "key", "value", "wq", "wk")
-    inside = [name.rsplit(".", 1)[-1].lower() for name in equal_before if name.startswith(parent)]
-    return any(any(p in name for p in projections) for name in inside) and not any(
-        p in site.rsplit(".", 1)[-1].lower() for p in projections
-    )
+    parent = site.rpartition(".")[0]
+    siblings = {name.rpartition(".")[2].lower() for name in equal_before if name.rpartition(".")[0] == parent}
+    return any(_is_projection(name) for name in siblings) and not _is_projection(site.rpartition(".")[2].lower())
+
+
+def _is_projection(name: str) -> bool:
+    words = ("q_proj", "k_proj", "v_proj", "qkv", "query_key_value", "c_attn", "query", "key", "value")
+    return name in ("q", "k", "v", "wq", "wk", "wv") or any(word in name for word in words)

@@ -122,6 +122,6 @@ def full_batch_of_8(net: PreTrainedModel, fed: Tensor, n_prompt: int) -> Tensor:
     return net(batch, use_cache=False).logits[3, n_prompt - 1 :]
 
 
-def check(build, ours, theirs, *, n: int = 20, n_prompt: int = 6, seed: int = 0, **more) -> mechkv.CheckReport:
+def check(build, ours, theirs, *, n: int = 14, n_prompt: int = 6, seed: int = 0, **more) -> mechkv.CheckReport:
     more.setdefault("dtypes", ("float64", "float32", "bfloat16"))
     return mechkv.check_paths(build, ours, theirs, tokens(n, seed), n_prompt=n_prompt, **more)

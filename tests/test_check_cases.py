@@ -63,7 +63,7 @@ def test_a_row_in_a_batch_is_not_semantic(ours):
 
 
 def test_float32_island_inside_float64_is_named():
-    report = c.check(c.builder("neox"), c.cached, c.full, n=40, n_prompt=5)
+    report = c.check(c.builder("neox"), c.cached, c.full, n=28, n_prompt=5)
     top = report.rungs.set_index("dtype").loc["float64", "max_abs"]
     assert 1e-9 < top < 1e-5  # nowhere near float64
     assert report.verdict == "numerical"
@@ -71,7 +71,7 @@ def test_float32_island_inside_float64_is_named():
 
 
 def test_sdpa_has_no_island():
-    report = c.check(c.builder("neox", attention="sdpa"), c.cached, c.full, n=40, n_prompt=5)
+    report = c.check(c.builder("neox", attention="sdpa"), c.cached, c.full, n=28, n_prompt=5)
     assert report.verdict == "numerical"
     assert not any("island" in note for note in report.evidence["notes"])
 
@@ -122,11 +122,11 @@ _NTK = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta":
 
 
 def test_dynamic_rope_starts_where_the_length_passes_the_trained_one():
-    report = c.check(c.builder("llama", **_NTK), c.cached, c.every_step, n=40, dtypes=("float64", "float32"))
+    report = c.check(c.builder("llama", **_NTK), c.cached, c.every_step, n=20, dtypes=("float64", "float32"))
     assert report.verdict == "semantic"
     assert report.first_position == 16
     assert "onset at position 16" in report.evidence["when"]
-    assert report.kind in ("state", "length")
+    assert report.kind == "state"
     assert any("state from call to call" in note for note in report.evidence["notes"])
 
 
@@ -276,7 +276,7 @@ _SCALINGS = [
 
 @pytest.mark.parametrize("rope", _SCALINGS, ids=lambda rope: rope["rope_type"])
 def test_static_rope_scaling(rope):
-    report = c.check(c.builder("llama", rope_parameters=rope), c.cached, c.full, n=24, dtypes=("float64", "float32"))
+    report = c.check(c.builder("llama", rope_parameters=rope), c.cached, c.full, n=18, dtypes=("float64", "float32"))
     assert report.verdict in CLEAN
 
 
@@ -288,7 +288,7 @@ def test_static_cache(build):
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma2", "mistral-window"])
 def test_past_the_window(family):
-    report = c.check(lambda d: tiny_hf(family, dtype=d), c.cached, c.full, n=24, dtypes=("float32", "float16"))
+    report = c.check(lambda d: tiny_hf(family, dtype=d), c.cached, c.full, n=18, dtypes=("float32", "float16"))
     assert report.verdict in CLEAN
 
 
@@ -310,7 +310,7 @@ def _quantised(x, bits):
     return (x / scale).round() * scale
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("bits", [None, 8])
 def test_lossy_store_is_not_called_rounding(bits):
     """It is of the size of rounding in bfloat16 and does not shrink from float32 to float64."""
     report = c.check(c.builder("llama"), _rounded_store(bits), c.full)
