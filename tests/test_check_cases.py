@@ -428,3 +428,15 @@ def test_numpy_code_without_torch():
     wrong = check_paths(Average, partial(running, off=1), recomputed, tokens(20), n_prompt=4, dtypes=dtypes)
     assert wrong.verdict == "semantic"
     assert wrong.first_position == 3
+
+
+def test_weights_drawn_anew_at_every_build_hide_nothing():
+    """The probes compare an object with itself, so a build that is not deterministic cannot widen the bound."""
+
+    def build(dtype):
+        torch.seed()
+        return c.model("gpt2", dtype, seed=int(torch.randint(0, 2**31, ())))
+
+    report = c.check(build, c.padded, c.full)
+    assert (report.verdict, report.kind) == ("semantic", "positions")
+    assert c.check(build, c.cached, c.full).verdict in CLEAN

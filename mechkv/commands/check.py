@@ -20,7 +20,7 @@ class Check:
     model: tyro.conf.Positional[str | None] = None
     """A packaged model (see `mechkv models`), a .gguf file, a local folder or a hub id."""
     paths: str | None = None
-    """module:object with your own functions instead: an object (or a function that makes one) with the attributes build,
+    """module:object with your own functions instead: an object (or, without a name, the module) with the attributes build,
     cached, recomputed, tokens and n_prompt, and optionally dtypes, modules and stepwise: the arguments of check_paths."""
     dtype: tuple[Literal["float64", "float32", "float16", "bfloat16"], ...] = ()
     """Rungs of the ladder; by default all four."""
@@ -90,8 +90,6 @@ def _check_object(where: str, dtypes: tuple[str, ...]) -> Any:
         ) from error
     finally:
         sys.path.remove("")
-    if callable(holder) and not hasattr(holder, "build"):
-        holder = holder()
     missing = [key for key in _NEEDED if not hasattr(holder, key)]
     if missing:
         raise InputError(
