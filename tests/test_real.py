@@ -1,6 +1,9 @@
 """Real weights: logits are those of a plain loop in another process; float16 drifts, but not on the prompt."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +19,6 @@ pytestmark = pytest.mark.real
 
 F16_DRIFT = (1e-5, 2e-2)  # relative L2 of the logits where it is not zero; measured FILL_F16
 F32_DRIFT = 1e-4  # measured FILL_F32
-
-
-@pytest.fixture(autouse=True)
-def _threads(restored):
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -56,3 +54,27 @@ def test_gemma3_overflows_float16_and_runs_in_bfloat16(packaged_folder):
     pairs = list(lockstep(model, fed[:12], policy=Forced(fed.tolist()), n_steps=4))
     assert torch.equal(pairs[0][0].logits, pairs[0][1].logits)
     assert all(torch.isfinite(ours.logits).all() for ours, _ in pairs)
+
+
+CODE = """
+import mechkv, transformers
+from tests.tiny import tiny_hf
+assert transformers.__version__ == "5.24.0"
+try:
+    mechkv.from_hf(tiny_hf())
+except mechkv.GuardError as error:
+    print("refused:", error)
+"""
+
+
+def test_the_transformers_that_drops_the_cache_is_refused(tmp_path):
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    done = subprocess.run([*install, "transformers==5.24.0"], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip("transformers 5.24.0 cannot be installed here (no package index?)")
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
+    command = [sys.executable, "-W", "ignore", "-c", CODE]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert "refused: the model did not write to its KV cache" in done.stdout
+    assert "install 'transformers>=5.9,<5.24'" in done.stdout

@@ -51,13 +51,16 @@ def test_the_package_does_without(path):
 
 def forbidden(text: str) -> list[str]:
     """A device by name, pickle, torch.load, code from the hub, exceptions caught by the dozen."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
+    found, tree = [], ast.parse(text)
+    names = {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}  # settings["cuda"] is a name
+    for node in ast.walk(tree):
+        if id(node) in names:
+            continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(":")[0] == "cuda":
             found.append("a literal 'cuda'")
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            found += [name for name in names if name.split(".")[0] in ("pickle", "dill", "cloudpickle")]
+            imported = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found += [name for name in imported if name.split(".")[0] in ("pickle", "dill", "cloudpickle")]
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
             found.append("torch.load")
         if isinstance(node, ast.ExceptHandler):
