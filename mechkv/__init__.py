@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mechkv.errors import GuardError, InputError, MechkvError, ModelError, NonFiniteError, StorageError
+from mechkv.errors import CacheError, GuardError, InputError, MechkvError, ModelError, NonFiniteError, StorageError
 
 __version__ = "0.1.0"
 
@@ -59,10 +59,14 @@ _WHERE = {
     "permute_heads": "twins",
     "TwinStudy": "twin_study",
     "twin_study": "twin_study",
+    "CheckReport": "checking",
+    "check": "checking",
+    "check_paths": "checking",
 }
 """Public name -> the module it lives in."""
 
 __all__ = [
+    "CacheError",
     "GuardError",
     "InputError",
     "MechkvError",
@@ -74,6 +78,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from mechkv.checking import CheckReport, check, check_paths
     from mechkv.comparison import Difference, compare
     from mechkv.divergence import TokenDivergence, TokenDivergenceConfig, token_divergence
     from mechkv.drift import DriftConfig, DriftProfile, drift_profile
