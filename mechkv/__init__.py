@@ -30,7 +30,7 @@ _WHERE = {
     "SweepConfig": "patching",
     "PatchSweep": "patching",
     "patch_sweep": "patching",
-    "localise_kv": "localise",
+    "localise_kv": "kv_difference",
     "TrajectoryConfig": "trajectory",
     "teacher_forced": "trajectory",
     "free_running": "trajectory",
@@ -83,9 +83,9 @@ if TYPE_CHECKING:
     from mechkv.divergence import TokenDivergence, TokenDivergenceConfig, token_divergence
     from mechkv.drift import DriftConfig, DriftProfile, drift_profile
     from mechkv.factorial import CausalFactorial, FactorialConfig, causal_factorial
-    from mechkv.interventions import Patch
-    from mechkv.localise import localise_kv
     from mechkv.heads import HeadAnalysis, HeadConfig, head_analysis
+    from mechkv.interventions import Patch
+    from mechkv.kv_difference import localise_kv
     from mechkv.models import from_hf, load_model, recast
     from mechkv.onset import DriftOnset, OnsetConfig, drift_onset
     from mechkv.oracle import oracle_study

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from mechkv import provenance, storage
 from mechkv.check_model import model_build, model_cases
