@@ -105,6 +105,7 @@ def test_synthetic_causes_are_told_apart():
     assert both["inherited_share"] == pytest.approx(expected, rel=1e-12)
     coupled = _effects("residual", [base + a, base, base, base])  # needs state and computation together
     assert coupled["inherited_share"] == pytest.approx(0.5)
+    assert coupled["new_share"] == pytest.approx(0.5)
     assert coupled["interaction"] > 0.1
 
 
