@@ -34,6 +34,8 @@ COLUMN, DOUBLE = 3.35, 6.9
 """Width of one and of two columns in inches."""
 
 DPI = 300
+PIXELS = 1.33 * 96
+"""Pixels of a screen per inch of a figure: a third larger than in print."""
 _COLOURS = sns.color_palette("colorblind").as_hex()
 _STRIP = 0.07
 """Height of one row of zeros, as a share of the axis."""
@@ -113,9 +115,17 @@ def dtype_look(dtype: str) -> Look:
     return DTYPE_LOOKS[dtype]
 
 
+class ResultFigure(Figure):
+    """A figure that a notebook shows as the value of a cell, with or without pyplot's inline mode."""
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        width, height = self.get_size_inches()
+        return png(self), {"width": round(width * PIXELS), "height": round(height * PIXELS)}
+
+
 def new_figure(width: float = COLUMN, height: float = 2.5) -> Figure:
     """An empty figure of this size in inches, unknown to pyplot; call it within `style()`."""
-    return Figure(figsize=(width, height), layout="constrained")
+    return ResultFigure(figsize=(width, height), layout="constrained")
 
 
 def integer_axis(axes: Axes, label: str) -> None:

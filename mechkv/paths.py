@@ -302,8 +302,13 @@ def decode(
     rows: RowsKept = "new",
     interventions: Sequence[Intervention] = (),
     log: GuardLog | None = None,
+    state: KVState | None = None,
+    first_step: int = 0,
 ) -> Generator[Step, None, None]:
     """The decode loop: step 0 on the prompt, then at most `n_steps` further steps with the tokens that `policy` gives.
+
+    A run that was interrupted goes on with `first_step`, the `state` before that step, and all tokens of that step as
+    `prompt`; steps `first_step` to `n_steps` follow.
 
     Args:
         model: The bridge.
@@ -315,6 +320,8 @@ def decode(
         rows: `new`: rows of the newest tokens; `all`: every row the pass processed.
         interventions: Applied during every pass.
         log: Counts the guards that ran.
+        state: The KV state before the first step done; by default none (the recomputed path takes its counts only).
+        first_step: Number of the first step done.
 
     Yields:
         `Step`s in order. Nothing is kept: a consumer that drops a step frees it.
@@ -323,9 +330,10 @@ def decode(
     if n_steps < 0:
         raise InputError("too few steps", got=n_steps, expected="0 or more", remedy="Step 0 alone is n_steps=0.")
     guards.check_model(model, None, log)
-    tokens, state, n_new = prompt, KVState.empty(n_prompt=len(prompt)), len(prompt)
+    tokens, state = prompt, KVState.empty(n_prompt=len(prompt)) if state is None else state
+    n_new = len(tokens) - state.n_tokens
     with PathRunner(model, path, sites=sites, rows=rows, interventions=interventions, log=log) as runner:
-        for index in range(n_steps + 1):
+        for index in range(first_step, n_steps + 1):
             step = runner.step(tokens, state, index, n_new)
             yield step
             if index == n_steps:

@@ -57,7 +57,7 @@ def kernel_settings() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         matmul = torch.backends.cuda.matmul
-        settings["cuda"] = {
+        settings["gpu"] = {
             "device": torch.cuda.get_device_name(),
             "capability": list(torch.cuda.get_device_capability()),
             "runtime": torch.version.cuda,

@@ -253,10 +253,17 @@ def test_files_are_the_same_bytes_again_whatever_the_caller_set(profile, tmp_pat
 
 
 def test_drawing_a_figure_does_not_move_it(profile):
-    figure = plots.drift_by_layer(profile)
+    figure = plots.drift_heatmap(profile)  # without `settle` the colour bar moves
     first = plots.png(figure)
     figure.canvas.draw()
     assert plots.png(figure) == first
+
+
+def test_a_notebook_shows_a_figure_that_pyplot_does_not_know(profile):
+    data, size = plots.equal_share(profile)._repr_png_()
+    assert data.startswith(b"\x89PNG")
+    assert size["width"] == pytest.approx(3.35 * 128, abs=1)
+    assert not hasattr(Figure(), "_repr_png_")
 
 
 def test_files_are_fine_enough_and_embed_truetype_without_a_date(profile, tmp_path):
