@@ -87,7 +87,7 @@ def fit_flip_law(frame: pd.DataFrame, *, n_bins: int = 8, seed: int = 0, n_resam
 
 
 def _sigma(signed: np.ndarray) -> float:
-    """Maximum likelihood; a flip is marked by the sign bit of its margin. Where no flip, or only exact ties, flip: 0."""
+    """Maximum likelihood; a flip is marked by the sign bit of its margin. Where no step, or only ties, flip: 0."""
     margin, flip = np.abs(signed), np.signbit(signed)
     if not flip.any() or margin[flip].max() == 0:
         return 0.0
