@@ -275,9 +275,7 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
         names = ", ".join(references.changed_buffers)
         found["notes"].append(f"the model carries state from call to call: {names} changes while it runs")
     elif references and references.beyond("state"):
-        found["notes"].append(
-            f"the {' and the '.join(references.beyond('state'))} path carries state from call to call"
-        )
+        found["notes"].append(f"the {' and the '.join(references.beyond('state'))} path carries state from call to call")
     if signature is not None and place is not None and place.layer is not None and signature.kind == "attention":
         found["notes"] += _store_note(place.profile, place.layer)
     bad = sorted(r.case.name for r in examined if r.decision.verdict == "semantic")
@@ -331,9 +329,7 @@ def _frame(report: CaseReport) -> pd.DataFrame:
 def _flips(report: CaseReport) -> list[dict[str, Any]]:
     """The first flip of every rung, with its margin in the most precise rung and the drift bound there."""
     usable = [r for r in report.rungs if r.table and r.evidence.status == "ok"]
-    reference = min(
-        (r for r in usable), key=lambda r: abs(r.evidence.unit_roundoff - ROUNDOFF["float32"]), default=None
-    )
+    reference = min((r for r in usable), key=lambda r: abs(r.evidence.unit_roundoff - ROUNDOFF["float32"]), default=None)
     found = []
     for rung in usable:
         at = np.flatnonzero(rung.table["flip"] == 1)
@@ -362,3 +358,5 @@ def _flip_words(flip: dict[str, Any]) -> str:
 def _table(rungs: pd.DataFrame) -> str:
     shown = rungs[["case", "dtype", "status", "max_abs", "bound", "floor", "flips", "first_beyond"]]
     return shown.to_string(index=False, float_format=lambda x: f"{x:.2g}", na_rep="-")
+
+

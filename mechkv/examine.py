@@ -93,7 +93,9 @@ class Examiner:
             done.append(replace(rung, evidence=replace(rung.evidence, again=again)) if moving else rung)
         return done
 
-    def _sensitivities(self, cases: Sequence[Case], climbed: Sequence[list[Rung]]) -> list[tuple[float, ...] | None]:
+    def _sensitivities(
+        self, cases: Sequence[Case], climbed: Sequence[list[Rung]]
+    ) -> list[tuple[float, ...] | None]:
         """G(p) of every case, from N_PROBES perturbations in the most precise rung."""
         tops = [_top(rungs) for rungs in climbed]
         found: list[tuple[float, ...] | None] = [None] * len(cases)
@@ -181,7 +183,9 @@ class Examiner:
 
     def _buffers(self, thing: Any) -> dict[str, Tensor]:
         """Copies of every buffer within reach: running a model should change none."""
-        return {name: value.clone() for model in self._models(thing) for name, value in model.named_buffers()}
+        return {
+            name: value.clone() for model in self._models(thing) for name, value in model.named_buffers()
+        }
 
     def _hidden_leaks(
         self, case: Case, thing: Any, traces: dict[str, Trace], limits: Limits, references: References
@@ -312,3 +316,4 @@ def _windows(model: nn.Module) -> tuple[bool, ...]:
     if not kinds:
         return ()
     return tuple("sliding" in str(kind) for kind in kinds)
+

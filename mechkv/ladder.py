@@ -232,7 +232,7 @@ def _refuse_mixed(name: str, failed: dict[str, Exception]) -> None:
     """A path that fails alone because two dtypes meet: most often cache buffers in another dtype than the model."""
     if len(failed) != 1:
         return
-    ((path, error),) = failed.items()
+    (path, error), = failed.items()
     text = str(error)
     words = re.findall(r"c10::\w+|\b(?:Half|BFloat16|Float|Double|float|double|b?float(?:16|32|64))\b", text)
     met = list(dict.fromkeys(_NAMES[word] for word in words if word in _NAMES))

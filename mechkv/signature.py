@@ -13,9 +13,7 @@ from typing import Literal
 
 import pandas as pd
 
-Kind = Literal[
-    "causality", "state", "length", "positions", "attention", "layer", "chunks", "cache not updated", "unknown"
-]
+Kind = Literal["causality", "state", "length", "positions", "attention", "layer", "chunks", "cache not updated", "unknown"]
 
 
 @dataclass(frozen=True)
