@@ -211,6 +211,8 @@ def _rows(
     return torch.stack(found)
 
 
-def _full(bridge: TransformerBridge, tokens: Int[Tensor, "pos"], *, n_prompt: int) -> Float[Tensor, "position d_vocab"]:
+def _full(
+    bridge: TransformerBridge, tokens: Int[Tensor, "pos"], *, n_prompt: int
+) -> Float[Tensor, "position d_vocab"]:
     """The unpadded row in one pass."""
     return bridge.original_model(tokens[None], use_cache=False).logits[0, n_prompt - 1 :]
