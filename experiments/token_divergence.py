@@ -8,6 +8,7 @@ none does, and `not testable here` when none does within fewer than `ENOUGH_TOKE
 decoded is not known. C2 from scores: `not testable here` when no pair is discordant or the texts were cut off.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -166,8 +167,8 @@ def score_finding(score: TaskScore, where: str) -> Finding:
         ours=f"{discordant} discordant pairs over {len(table)} conditions; the cached path ahead in {test.wins}, "
         f"behind in {test.losses} (sign test p = {test.p_value:.3g})",
         value=float(row["difference"]),
-        low=float(row["low"]),
-        high=float(row["high"]),
+        low=_number(row["low"]),
+        high=_number(row["high"]),
         controls=f"{cut} of {int(table['n'].sum())} pairs were cut off by the token budget; accuracy "
         f"{100 * row['accuracy_cached']:.0f} % and {100 * row['accuracy_recomputed']:.0f} % ({row['condition']})",
         model=where,
@@ -198,6 +199,10 @@ def _words(found: TokenDivergence, score: TaskScore, where: str) -> str:
         f"sampled texts differ for reasons that have nothing to do with the cache: see the table of luck. {cut} of "
         f"{int(score.table['n'].sum())} scored pairs were cut off by the token budget, so the score says little."
     )
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
 
 
 def _setting(value) -> str:

@@ -37,7 +37,7 @@ class FlipLaw:
     """The fitted law.
 
     Attributes:
-        sigma: Fitted to flips, in logits; undefined (NaN) where nothing flips.
+        sigma: Fitted to flips, in logits; undefined (NaN) where nothing flips, 0 where only exact ties do.
         sigma_shift: Standard deviation of the gap's shift / sqrt 2; NaN where it was not measured.
         calibration: Bins of equal numbers of steps by margin: mean margin, predicted and observed share of flips.
         n_steps, n_flips: Data of the fit.
@@ -87,16 +87,16 @@ def fit_flip_law(frame: pd.DataFrame, *, n_bins: int = 8, seed: int = 0, n_resam
 
 
 def _sigma(signed: np.ndarray) -> float:
-    """Maximum likelihood; a flip is marked by the sign bit of its margin. Without a flip sigma is 0."""
+    """Maximum likelihood; a flip is marked by the sign bit of its margin. Where no step, or only ties, flip: 0."""
     margin, flip = np.abs(signed), np.signbit(signed)
-    if not flip.any():
+    if not flip.any() or margin[flip].max() == 0:
         return 0.0
 
     def loss(log_sigma: float) -> float:
         z = margin / (math.exp(log_sigma) * math.sqrt(2.0))
         return -float(np.where(flip, norm.logcdf(-z), norm.logcdf(z)).sum())
 
-    scale = max(float(margin[flip].max()), 1e-12)
+    scale = float(margin[flip].max())
     found = minimize_scalar(loss, bounds=(math.log(scale) - 12, math.log(scale) + 6), method="bounded")
     return math.exp(float(found.x))
 

@@ -32,7 +32,7 @@ def divergence_figures(result: "TokenDivergence") -> dict[str, Figure]:
     """Agreement, the three rates, and the flip law where some step flips."""
     figures = {"agreement": agreement(result), "rates": rates(result)}
     law = fit_flip_law(one_context(result))
-    if law.n_flips:
+    if law.sigma.estimate > 0:
         figures["flip_law"] = flip_law(law)
     return figures
 
@@ -91,8 +91,10 @@ def rates(result: "TokenDivergence") -> Figure:
 
 def flip_law(law: FlipLaw) -> Figure:
     """Flips by margin: observed in bins of equal numbers of steps, beside the fitted law."""
-    if not law.n_flips:
-        raise InputError("no flip to draw", got=f"0 of {law.n_steps} steps", expected="some", remedy="See certificate.")
+    if not law.sigma.estimate > 0:
+        raise InputError(
+            "no law to draw", got=f"{law.n_flips} flips", expected="some away from ties", remedy="See the certificate."
+        )
     bins = law.calibration
     with style():
         figure = new_figure(COLUMN, 2.6)

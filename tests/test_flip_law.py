@@ -65,6 +65,14 @@ def test_without_flips_there_is_no_sigma_but_the_certificate_is_counted() -> Non
         fit_flip_law(frame)
 
 
+def test_flips_of_exact_ties_alone_leave_no_scale() -> None:
+    frame = simulated(0.3).assign(flip=0.0)
+    frame.loc[[3, 70], ["margin_b", "flip"]] = [0.0, 1.0]
+    assert fit_flip_law(frame, n_resamples=100).sigma.estimate == 0
+    frame.loc[200, ["margin_b", "flip"]] = [0.1, 1.0]
+    assert fit_flip_law(frame, n_resamples=100).sigma.estimate > 0.001
+
+
 def test_step_zero_is_left_out_and_frames_without_steps_are_refused() -> None:
     frame = simulated(0.3)
     null = frame.assign(step=0, margin_b=0.0, flip=0.0)
