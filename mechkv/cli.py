@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "drift": "Drift",
     "heads": "Heads",
     "models": "Models",
+    "patch": "Patch",
 }
 """Command (a module of `mechkv.commands`) -> its dataclass."""
 

@@ -103,6 +103,12 @@ class DriftProfile:
         long = ratio.stack().rename("amplification").reset_index()
         return long[long["amplification"] > 0].reset_index(drop=True)
 
+    def split_summary(self, seed: int = 0) -> pd.DataFrame:
+        """Mean over sampled steps and prompts of the injected, propagated and total error (`part`), per dtype and
+        layer, with a 95 % interval that resamples prompts."""
+        long = self.split.melt(["dtype", "prompt", "step", "layer"], var_name="part", value_name="error")
+        return cluster_bootstrap(long, "error", by=["dtype", "part", "layer"], support=(0.0, math.inf), seed=seed)
+
     def plot(self) -> "dict[str, Figure]":
         """The figures of this profile by name (see `plots`)."""
         from mechkv import plots

@@ -10,16 +10,15 @@ Conventions
 """
 
 import io
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,11 +26,16 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogFormatterSciNotation, LogLocator, MaxNLocator
 
 from mechkv.errors import InputError
+from mechkv.storage import write_bytes
+
+Numbers: TypeAlias = Sequence[float] | Sequence[int] | np.ndarray | pd.Series
 
 COLUMN, DOUBLE = 3.35, 6.9
 """Width of one and of two columns in inches."""
 
 DPI = 300
+PIXELS = 1.33 * 96
+"""Pixels of a screen per inch of a figure: a third larger than in print."""
 _COLOURS = sns.color_palette("colorblind").as_hex()
 _STRIP = 0.07
 """Height of one row of zeros, as a share of the axis."""
@@ -111,9 +115,17 @@ def dtype_look(dtype: str) -> Look:
     return DTYPE_LOOKS[dtype]
 
 
+class ResultFigure(Figure):
+    """A figure that a notebook shows as the value of a cell, with or without pyplot's inline mode."""
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        width, height = self.get_size_inches()
+        return png(self), {"width": round(width * PIXELS), "height": round(height * PIXELS)}
+
+
 def new_figure(width: float = COLUMN, height: float = 2.5) -> Figure:
     """An empty figure of this size in inches, unknown to pyplot; call it within `style()`."""
-    return Figure(figsize=(width, height), layout="constrained")
+    return ResultFigure(figsize=(width, height), layout="constrained")
 
 
 def integer_axis(axes: Axes, label: str) -> None:
@@ -136,7 +148,7 @@ class ZeroStrip:
     heights: tuple[float, ...]
     bottom: float
 
-    def mark(self, x: Sequence[float] | np.ndarray, look: Look, series: int = 0) -> Line2D:
+    def mark(self, x: Numbers, look: Look, series: int = 0) -> Line2D:
         """Hollow markers in the strip at `x`, for the zeros of one series."""
         (line,) = self.axes.plot(
             x,
@@ -152,7 +164,7 @@ class ZeroStrip:
         return line
 
 
-def zero_aware_log_axis(axes: Axes, values: Sequence[float] | np.ndarray, n_series: int = 1) -> ZeroStrip:
+def zero_aware_log_axis(axes: Axes, values: Numbers, n_series: int = 1) -> ZeroStrip:
     """Make the y axis logarithmic for `values`, with a strip for exact zeros below it where there are any.
 
     Args:
@@ -201,12 +213,12 @@ def _ticks(axes: Axes, low: float, high: float, floor: float, zeros: bool, any_p
 
 def draw_line(
     axes: Axes,
-    x: Sequence[float] | np.ndarray,
-    y: Sequence[float] | np.ndarray,
+    x: Numbers,
+    y: Numbers,
     look: Look,
     label: str,
     *,
-    band: tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray] | None = None,
+    band: tuple[Numbers, Numbers] | None = None,
     strip: ZeroStrip | None = None,
     series: int = 0,
 ) -> Line2D:
@@ -243,8 +255,21 @@ def note(axes: Axes, text: str) -> None:
     axes.plot([], [], linestyle="none", label=text, gid="note")
 
 
+def settle(figure: Figure) -> Figure:
+    """Fix the layout of a finished figure, so that every rendering of it is the same; returns the figure.
+
+    A constrained layout moves a little each time a figure is drawn. What is added afterwards is not made room for.
+    """
+    if figure.get_layout_engine() is not None:
+        with style():
+            figure.draw_without_rendering()
+            figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+    return figure
+
+
 def png(figure: Figure) -> bytes:
-    """The figure as PNG; the same figure gives the same bytes."""
+    """The figure as PNG; the same figure gives the same bytes (it is settled)."""
     return _render(figure, "png", {"Software": None})
 
 
@@ -252,22 +277,15 @@ def save(figure: Figure, path_stem: Path | str) -> list[Path]:
     """Write `<path_stem>.png` and `<path_stem>.pdf`, each in one go and without times; returns both paths."""
     stem = Path(path_stem)
     kinds = {"png": png(figure), "pdf": _render(figure, "pdf", dict.fromkeys(("CreationDate", "Creator", "Producer")))}
-    return [_write_bytes(stem.with_name(f"{stem.name}.{kind}"), data) for kind, data in kinds.items()]
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
+    for path, data in zip(paths, kinds.values(), strict=True):
+        write_bytes(path, data)
+    return paths
 
 
 def _render(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
     buffer = io.BytesIO()
+    settle(figure)
     with style():
         figure.savefig(buffer, format=kind, metadata=metadata)
     return buffer.getvalue()
-
-
-def _write_bytes(path: Path, data: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        part.write_bytes(data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path

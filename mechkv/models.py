@@ -276,13 +276,14 @@ def _locate(name: str) -> tuple[str, str]:
 
 def _pretrained(folder: str, how: str, dtype: torch.dtype, device_map: Any, revision: str | None) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": False}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported, then refused below
     if device_map is not None:
         options["device_map"] = device_map
     if how == "hub":
         options["revision"] = revision
 
     def load(**more: Any) -> PreTrainedModel:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options, **more)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options, **more)
         model, report = loaded
         _refuse_gaps(folder, report)
         return model.eval()

@@ -184,7 +184,7 @@ class PathRunner:
         finally:
             self._now = None
         after = cache.state(len(tokens))
-        guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=self._edits_cache)
+        guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=now.edited)
         kept_from = n_before if self.rows == "new" else start_state.n_tokens
         return Step(
             index=index,
@@ -232,6 +232,7 @@ class PathRunner:
         positions = range(first, first + keys.shape[1])
         new_keys = self._ask(keys, "cache_k", layer, positions, self._now)
         new_values = self._ask(values, "cache_v", layer, positions, self._now)
+        self._now.edited |= new_keys is not None or new_values is not None
         return keys if new_keys is None else new_keys, values if new_values is None else new_values
 
     def _ask(self, value: Tensor, site: str, layer: int | None, positions: range, now: "_Pass") -> Tensor | None:
@@ -289,6 +290,7 @@ class _Pass:
     def __post_init__(self) -> None:
         self.kept: dict[tuple[str, int | None], Tensor] = {}
         self.widths: dict[int, int] = {}
+        self.edited = False
 
 
 def decode(
@@ -302,8 +304,13 @@ def decode(
     rows: RowsKept = "new",
     interventions: Sequence[Intervention] = (),
     log: GuardLog | None = None,
+    state: KVState | None = None,
+    first_step: int = 0,
 ) -> Generator[Step, None, None]:
     """The decode loop: step 0 on the prompt, then at most `n_steps` further steps with the tokens that `policy` gives.
+
+    A run that was interrupted goes on with `first_step`, the `state` before that step, and all tokens of that step as
+    `prompt`; steps `first_step` to `n_steps` follow.
 
     Args:
         model: The bridge.
@@ -315,6 +322,8 @@ def decode(
         rows: `new`: rows of the newest tokens; `all`: every row the pass processed.
         interventions: Applied during every pass.
         log: Counts the guards that ran.
+        state: The KV state before the first step done; by default none (the recomputed path takes its counts only).
+        first_step: Number of the first step done.
 
     Yields:
         `Step`s in order. Nothing is kept: a consumer that drops a step frees it.
@@ -323,9 +332,10 @@ def decode(
     if n_steps < 0:
         raise InputError("too few steps", got=n_steps, expected="0 or more", remedy="Step 0 alone is n_steps=0.")
     guards.check_model(model, None, log)
-    tokens, state, n_new = prompt, KVState.empty(n_prompt=len(prompt)), len(prompt)
+    tokens, state = prompt, KVState.empty(n_prompt=len(prompt)) if state is None else state
+    n_new = len(tokens) - state.n_tokens
     with PathRunner(model, path, sites=sites, rows=rows, interventions=interventions, log=log) as runner:
-        for index in range(n_steps + 1):
+        for index in range(first_step, n_steps + 1):
             step = runner.step(tokens, state, index, n_new)
             yield step
             if index == n_steps:
@@ -347,10 +357,12 @@ def lockstep(
     sites: Sequence[str] = (),
     rows: RowsKept = "new",
     log: GuardLog | None = None,
+    readers: Sequence[Intervention] = (),
 ) -> Iterator[tuple[Step, Step]]:
     """Both paths, teacher-forced on the tokens that `policy` chooses from the cached path's logits.
 
-    Step 0 is the null control: any difference there is a `GuardError`.
+    Step 0 is the null control: any difference there is a `GuardError`. `readers` are asked on the recomputed path; they
+    look at values and return None.
 
     Yields:
         (cached step, recomputed step), of the same tokens.
@@ -368,6 +380,7 @@ def lockstep(
         n_steps=n_steps,
         sites=sites,
         rows=rows,
+        interventions=readers,
         log=log,
     )
     try:

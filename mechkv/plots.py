@@ -1,7 +1,7 @@
 """What does a drift profile look like? Figures from results.
 
 A figure takes a result and reshapes it: estimates and intervals are those of `DriftProfile.summary`, and of
-`stats.cluster_bootstrap` for the injected / propagated split. The heatmap shows the mean over prompts of one step and
+`DriftProfile.split_summary`. The heatmap shows the mean over prompts of one step and
 layer; it is undefined where the metric is undefined for any prompt.
 
 Conventions: `figure_style` (looks, widths, how exact zeros are shown). Layers count from 0; steps from 0, which is the
@@ -38,11 +38,11 @@ from mechkv.figure_style import (
     note,
     png,
     save,
+    settle,
     style,
     zero_aware_log_axis,
 )
 from mechkv.sites import CACHE_SITES
-from mechkv.stats import cluster_bootstrap
 
 if TYPE_CHECKING:
     from mechkv.drift import DriftProfile
@@ -67,6 +67,7 @@ __all__ = [
     "note",
     "png",
     "save",
+    "settle",
     "split_by_layer",
     "step_by_layer",
     "style",
@@ -106,7 +107,7 @@ def drift_by_layer(profile: "DriftProfile", site: str = "resid_post", metric: st
         note(axes, f"floor: exactly 0 ({n} repeats)" if n else "floor: not measured")
         _finish(axes, f"{METRIC_LABELS[metric]}\nat {site}")
         figure.legend(loc="outside lower center", ncols=2)
-    return figure
+    return settle(figure)
 
 
 def step_by_layer(
@@ -156,7 +157,7 @@ def drift_heatmap(
         integer_axis(axes, "decode step (0: prompt)")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(f"layer ({site})")
-    return figure
+    return settle(figure)
 
 
 def kv_drift(profile: "DriftProfile", metric: str = "rel_l2") -> Figure:
@@ -182,7 +183,7 @@ def kv_drift(profile: "DriftProfile", metric: str = "rel_l2") -> Figure:
             _finish(axes, METRIC_LABELS[metric] if site == "cache_k" else "")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=2)
-    return figure
+    return settle(figure)
 
 
 def split_by_layer(profile: "DriftProfile", dtype: str | None = None) -> Figure:
@@ -193,25 +194,26 @@ def split_by_layer(profile: "DriftProfile", dtype: str | None = None) -> Figure:
         InputError: The profile has no split (`split_every` was 0).
     """
     name = _dtype(profile, dtype)
-    part = profile.split[profile.split["dtype"] == name]
-    if part.empty:
+    if profile.split.empty or name not in set(profile.split["dtype"]):
         raise InputError(
             "a profile without the injected / propagated split",
             got=f"split_every={profile.config.split_every}",
             expected="at least one sampled step",
             remedy="Run drift_profile with split_every >= 1.",
         )
+    table = profile.split_summary()
+    table = table[table["dtype"] == name]
     lines = []
     for column, look in _PARTS.items():
         label = f"total, {name}" if column == "drift" else column
-        lines.append(_Line(cluster_bootstrap(part, column, by=["layer"]), look, label, column, column != "drift"))
+        lines.append(_Line(table[table["part"] == column], look, label, column, column != "drift"))
     with style():
         figure = new_figure()
         axes = figure.add_subplot()
         _draw(axes, lines, "rel_l2")
         _finish(axes, "error at resid_post,\nrelative to its L2 norm")
         figure.legend(loc="outside lower center", ncols=3)
-    return figure
+    return settle(figure)
 
 
 def equal_share(profile: "DriftProfile", site: str = "resid_post") -> Figure:
@@ -226,7 +228,7 @@ def equal_share(profile: "DriftProfile", site: str = "resid_post") -> Figure:
             draw_line(axes, part["layer"], part["bitwise_equal"], dtype_look(dtype), dtype)
         _finish(axes, f"share of steps bitwise\nequal at {site}")
         figure.legend(loc="outside lower center", ncols=2)
-    return figure
+    return settle(figure)
 
 
 def drift_figures(profile: "DriftProfile") -> dict[str, Figure]:
@@ -267,7 +269,7 @@ def drift_captions(profile: "DriftProfile") -> dict[str, str]:
         "equal_share": f"Share of decode steps at which both paths have the same bits at resid_post, newest position "
         f"({where}; all prompts pooled, no band). {same}",
         "split_by_layer": f"Error at the block's output: injected by the block itself, propagated from its input, and "
-        f"their sum, relative to the L2 norm of the recomputed output, mean over step sampled "
+        f"their sum, relative to the L2 norm of the recomputed output, mean over sampled steps "
         f"(1 in {profile.config.split_every}; {where}). {band} The total has none. {zeros}",
     }
 

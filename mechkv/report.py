@@ -135,12 +135,8 @@ def format_value(value: Any) -> str:
 
 
 def _undefined(value: Any) -> bool:
-    return (
-        value is None
-        or value is pd.NA
-        or value is pd.NaT
-        or (isinstance(value, (float, np.floating)) and value != value)
-    )
+    missing = value is None or value is pd.NA or value is pd.NaT
+    return missing or (isinstance(value, (float, np.floating)) and math.isnan(value))
 
 
 # --- HTML ------------------------------------------------------------------------------------------------------------
@@ -214,9 +210,9 @@ def _picture(picture: Figure | Path | str) -> bytes:
 
 
 def _image(data: bytes) -> dict[str, Any]:
-    """What an <img> needs; sizes on the page as for 300 dots per inch, a third larger than in print."""
+    """What an <img> needs; files are taken to have the resolution of `plots.save`."""
     width, height = struct.unpack(">II", data[16:24])
-    scale = 1.33 * 96 / figure_style.DPI
+    scale = figure_style.PIXELS / figure_style.DPI
     return {"data": base64.b64encode(data).decode(), "width": round(width * scale), "height": round(height * scale)}
 
 

@@ -16,7 +16,6 @@ Controls
 import errno
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -26,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow
 from safetensors import SafetensorError, safe_open
@@ -34,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mechkv.errors import InputError, StorageError
+from mechkv.plain_json import refuse_constant, to_json
 
 INDEX = "mechkv.json"
 FORMAT = 1
@@ -58,12 +57,19 @@ def write_json(path: _Pathlike, value: Any, *, nan_as_null: bool = False) -> Non
         InputError: A value that JSON cannot say.
         StorageError: It cannot be written.
     """
-    _write_bytes(Path(path), _to_json(value, nan_as_null))
+    write_bytes(path, to_json(value, nan_as_null))
 
 
 def write_text(path: _Pathlike, text: str) -> None:
     """Write a text file (UTF-8) in one go."""
-    _write_bytes(Path(path), text.encode())
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: _Pathlike, data: bytes) -> None:
+    """Write a file in one go."""
+    target = Path(path)
+    with _replacing(target, len(data)) as part:
+        part.write_bytes(data)
 
 
 def write_frame(path: _Pathlike, frame: pd.DataFrame) -> None:
@@ -218,7 +224,7 @@ def read_json(path: _Pathlike) -> Any:
     with _explained(target, None):
         data = target.read_bytes()
     try:
-        return json.loads(data, parse_constant=_refuse_constant)
+        return json.loads(data, parse_constant=refuse_constant)
     except (UnicodeDecodeError, ValueError) as error:
         raise _damaged(target, f"no JSON ({error})") from error
 
@@ -300,11 +306,6 @@ def sha256(path: _Pathlike) -> str:
 # --- the common part -------------------------------------------------------------------------------------------------
 
 
-def _write_bytes(target: Path, data: bytes) -> None:
-    with _replacing(target, len(data)) as part:
-        part.write_bytes(data)
-
-
 @contextmanager
 def _replacing(target: Path, n_bytes: int) -> Iterator[Path]:
     """A temporary file that takes the place of `target` when the block ends well, and vanishes when it does not."""
@@ -376,39 +377,4 @@ def _damaged(path: Path, got: str, expected: str = "the file as it was written")
 
 
 def _digest(index: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_to_json(index, False)).hexdigest()
-
-
-def _to_json(value: Any, nan_as_null: bool) -> bytes:
-    plain = _plain(value, "value", nan_as_null)
-    return (json.dumps(plain, sort_keys=True, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _plain(value: Any, where: str, nan_as_null: bool) -> Any:
-    """`value` in JSON's own types, or an `InputError` that says where it is not."""
-    if isinstance(value, (np.generic, np.ndarray)):
-        value = value.tolist()
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        if nan_as_null:
-            return None
-        raise _not_json(where, str(value), "Leave it out, or write it as null with nan_as_null=True.")
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise _not_json(where, f"the key {key!r}", "Keys are strings: str(key).")
-        return {key: _plain(item, f"{where}[{key!r}]", nan_as_null) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{index}]", nan_as_null) for index, item in enumerate(value)]
-    raise _not_json(where, f"a {type(value).__name__}", "Turn it into numbers, strings, lists and dicts first.")
-
-
-def _not_json(where: str, got: str, remedy: str) -> InputError:
-    return InputError(f"{where} cannot be written as JSON", got=got, expected="finite plain values", remedy=remedy)
+    return hashlib.sha256(to_json(index)).hexdigest()

@@ -101,7 +101,7 @@ def materialise_kv_heads(model: TransformerBridge, n_kv: int | None = None) -> T
     copies = wanted // shape.n_kv
 
     def change(name: str, value: Tensor) -> Tensor:
-        if name.split(".")[0] not in ("k_proj", "v_proj") and not _is_flat_norm(name, value, shape.n_kv * shape.d_head):
+        if name.split(".")[0] not in ("k_proj", "v_proj") and not (name == "k_norm.weight" and shape.flat_norm):
             return value
         return repeat(value, "(kv d) ... -> (kv r d) ...", r=copies, d=shape.d_head)
 
@@ -247,6 +247,8 @@ class _Shape:
     n_heads: int
     n_kv: int
     d_head: int
+    flat_norm: bool
+    """Q and K are normalised over all heads at once (OLMo-2), not head by head."""
 
 
 def _shape(model: TransformerBridge) -> _Shape:
@@ -268,7 +270,8 @@ def _shape(model: TransformerBridge) -> _Shape:
             expected=", ".join(_PROJECTIONS),
             remedy="This model's attention is not the plain one of its family.",
         )
-    return _Shape(known.n_heads, known.n_kv, known.d_head)
+    widths = {value.shape[0] for name, value in plain_state(model).items() if name.endswith("self_attn.q_norm.weight")}
+    return _Shape(known.n_heads, known.n_kv, known.d_head, bool(widths) and widths != {known.d_head})
 
 
 def _config(model: TransformerBridge, **changes: Any) -> PretrainedConfig:
@@ -289,11 +292,6 @@ def _remade(
         changed[name] = change(found[3], value).contiguous() if found else value
     known = info(model)
     return rebuild(model, dtype=DTYPES[known.dtype], config=config, state=changed, refit=refit, weights=known.weights)
-
-
-def _is_flat_norm(name: str, value: Tensor, width: int) -> bool:
-    """A K norm over all heads at once (OLMo-2), not over d_head."""
-    return name == "k_norm.weight" and value.shape[0] == width
 
 
 def _keep_scale_and_rotation(source: PreTrainedModel, old: int, new: int) -> Refit:

@@ -86,44 +86,37 @@ def fake_profile(
 
 def fake_report(profile: DriftProfile | None = None, **changes: Any) -> Report:
     """A report on the made-up profile, with two claims measured."""
-    profile = profile or fake_profile()
-    captions = plots.drift_captions(profile)
     where = "tiny/llama, float16, 4 prompts, 11 steps"
+    ratio = {"value": 8192.0, "low": 7900.0, "high": 8500.0}
     findings = [
-        Finding(
-            "C3",
-            "partly",
-            "drift ratio float16 / float32",
-            "self against self: 0",
-            where,
-            "layer_drift",
-            8192.0,
-            7900.0,
-            8500.0,
-        ),
+        Finding("C3", "partly", "drift ratio float16 / float32", "self against self: 0", where, "layer_drift", **ratio),
         Finding("C6", "reproduced", "all steps bitwise repeatable", "16 of 16 repeats", where, "layer_drift"),
     ]
-    table = profile.summary().query("site == 'resid_post' and dtype == 'float16'")
     parts: dict[str, Any] = {
         "title": "Layer drift of tiny/llama",
         "question": "Where do the two paths differ?\n\nAnd by how much?",
-        "method": [("n_steps", 11), ("sites", profile.config.sites), ("seed", 0), ("dtypes", ["float16", "float32"])],
-        "claims": ClaimsTable(findings),
-        "sections": [
-            Section(
-                "Drift by layer",
-                "Drift grows with depth.\n\nStep 0 is exactly zero.",
-                {name: (figure, captions[name]) for name, figure in plots.drift_figures(profile).items()},
-                {
-                    "summary": (
-                        table[["layer", "estimate", "low", "high", "n_rows"]],
-                        "Relative L2 drift at resid_post.",
-                    )
-                },
-            )
+        "method": [
+            ("n_steps", 11),
+            ("sites", ("resid_pre", "mlp_out")),
+            ("seed", 0),
+            ("dtypes", ["float16", "float32"]),
         ],
+        "claims": ClaimsTable(findings),
         "limits": ["A small model says nothing about a large one.", "One machine."],
         "provenance": {"versions": {"torch": "2.13.0"}, "machine": {"threads": 2, "cuda": None}},
         "command": "python -m experiments.reproduce --preset quick",
     }
+    if "sections" not in changes:
+        parts["sections"] = [drift_section(profile or fake_profile())]
     return Report(**parts | changes)
+
+
+def drift_section(profile: DriftProfile) -> Section:
+    captions = plots.drift_captions(profile)
+    table = profile.summary().query("site == 'resid_post' and dtype == 'float16'")
+    return Section(
+        "Drift by layer",
+        "Drift grows with depth.\n\nStep 0 is exactly zero.",
+        {name: (figure, captions[name]) for name, figure in plots.drift_figures(profile).items()},
+        {"summary": (table[["layer", "estimate", "low", "high", "n_rows"]], "Relative L2 drift at resid_post.")},
+    )

@@ -98,7 +98,7 @@ def test_bad_input_exits_with_two(folder: str, arguments: tuple[str, ...], code:
 def test_overflow_exits_with_three(tmp_path, capsys) -> None:
     model = tiny_hf("llama-gqa", dtype=torch.float32, max_position_embeddings=512)
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.mul_(3e5)
+        model.model.layers[1].mlp.down_proj.weight.mul_(8e4)
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     assert run("drift", str(tmp_path), "--dtype", "float16", "--n-prompts", "1", "--steps", "2") == 3

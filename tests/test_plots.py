@@ -1,6 +1,4 @@
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import matplotlib
@@ -21,6 +19,11 @@ LABELS = {"float16": "float16", "float32": "float32, control"}
 @pytest.fixture(scope="module")
 def profile():
     return fake_profile()
+
+
+@pytest.fixture(scope="module")
+def figures(profile):
+    return plots.drift_figures(profile)
 
 
 def lines(axes, gid="line"):
@@ -55,7 +58,7 @@ def test_the_band_is_the_interval(profile):
     axes = plots.drift_by_layer(profile).axes[0]
     summary = profile.summary()
     part = summary[(summary["site"] == "resid_post") & (summary["dtype"] == "float16")].sort_values("layer")
-    band = [b for b in axes.collections if b.get_gid() == "band"][0]
+    band = next(b for b in axes.collections if b.get_gid() == "band")
     vertices = band.get_paths()[0].vertices
     for layer in range(1, N_LAYERS):
         found = vertices[vertices[:, 0] == layer, 1]
@@ -113,7 +116,7 @@ def test_exact_zeros_of_a_line_are_marked_in_the_strip(profile):
     assert len(heights) == 2
     assert all(0 < height < 0.2 for height in heights)
     figure.canvas.draw()
-    assert [label.get_text() for label in axes.get_yticklabels()][0] == "0"
+    assert axes.get_yticklabels()[0].get_text() == "0"
     axes = plots.drift_by_layer(without_zeros(profile), "resid_pre").axes[0]
     assert zero_marks(axes) == []
     assert "0" not in [label.get_text() for label in axes.get_yticklabels()]
@@ -131,11 +134,10 @@ def test_nothing_drawn_lies_in_the_strip_of_zeros(profile):
 def test_a_profile_without_any_drift_is_drawn_as_zeros(profile):
     frame = profile.frame.assign(rel_l2=0.0, bitwise_equal=True)
     same = replace(profile, frame=frame, split=profile.split.assign(injected=0.0, propagated=0.0, drift=0.0))
-    for name, figure in plots.drift_figures(same).items():
-        figure.canvas.draw()
-        if name in ("drift_by_layer", "kv_drift", "split_by_layer"):
-            assert all(len(mark.get_xdata()) == N_LAYERS for mark in zero_marks(figure.axes[0]))
-            assert zero_marks(figure.axes[0])
+    plots.drift_heatmap(same)
+    for draw, n_lines in ((plots.drift_by_layer, 2), (plots.kv_drift, 6), (plots.split_by_layer, 3)):
+        marks = zero_marks(draw(same).axes[0])
+        assert [len(mark.get_xdata()) for mark in marks] == [N_LAYERS] * n_lines
 
 
 def test_kv_drift_shows_every_provenance_of_keys_and_values(profile):
@@ -144,7 +146,7 @@ def test_kv_drift_shows_every_provenance_of_keys_and_values(profile):
     for axes, site in zip(figure.axes, ("cache_k", "cache_v"), strict=True):
         for dtype in ("float16", "float32"):
             for provenance in ("prefill", "decode", "new"):
-                rows = summary.query("site == @site and dtype == @dtype and provenance == @provenance")
+                rows = summary.query(f"site == '{site}' and dtype == '{dtype}' and provenance == '{provenance}'")
                 y = lines(axes)[f"{dtype}, {provenance} rows"].get_ydata()
                 np.testing.assert_array_equal(y, rows.sort_values("layer")["estimate"])
         prefill = [mark for mark in zero_marks(axes) if len(mark.get_xdata()) == N_LAYERS]
@@ -165,9 +167,9 @@ def test_the_split_is_the_mean_over_prompts_and_sampled_steps(profile):
     assert lines(control)["injected"].get_ydata()[0] < mean["injected"][0] / 1000
 
 
-def test_a_profile_without_the_split_has_no_such_figure(profile):
+def test_a_profile_without_the_split_has_no_such_figure(profile, figures):
     bare = replace(profile, split=profile.split.iloc[:0])
-    assert set(plots.drift_figures(profile)) - set(plots.drift_figures(bare)) == {"split_by_layer"}
+    assert set(figures) - set(plots.drift_figures(bare)) == {"split_by_layer"}
     with pytest.raises(InputError, match="without the injected"):
         plots.split_by_layer(bare)
 
@@ -182,9 +184,9 @@ def test_equal_share_is_that_of_the_frame(profile):
     assert (y[1:] == 0).all()
 
 
-def test_every_figure_has_a_caption_with_its_conditions(profile):
+def test_every_figure_has_a_caption_with_its_conditions(profile, figures):
     captions = plots.drift_captions(profile)
-    assert set(captions) == set(plots.drift_figures(profile))
+    assert set(captions) == set(figures)
     for caption in captions.values():
         assert "tiny/llama, float16, 4 prompts, 11 decode steps" in caption
         assert not re.search(r"[{}]|\(\(|nan", caption)
@@ -212,12 +214,11 @@ def test_looks_differ_in_colour_dash_marker_and_mostly_in_grey():
     assert abs(grey[0] - grey[1]) > 0.2
 
 
-def test_widths_and_fonts_are_those_of_a_column(profile):
-    figures = plots.drift_figures(profile)
+def test_widths_and_fonts_are_those_of_a_column(figures):
     assert {name: f.get_figwidth() for name, f in figures.items()} == dict.fromkeys(figures, 3.35) | {"kv_drift": 6.9}
     for figure in figures.values():
         figure.canvas.draw()
-        width, height = figure.bbox.size
+        width = figure.bbox.width
         for legend in figure.legends:
             box = legend.get_window_extent()
             assert box.x0 >= 0
@@ -228,11 +229,16 @@ def test_widths_and_fonts_are_those_of_a_column(profile):
         assert max(sizes) <= 8
 
 
-def test_no_state_is_left_behind(profile):
-    before = dict(matplotlib.rcParams)
-    plots.drift_figures(profile)
+def test_no_state_is_left_behind_and_no_backend_chosen(profile, monkeypatch):
+    def chosen(*_, **__):
+        pytest.fail("a backend was chosen")
+
+    monkeypatch.setattr(plt, "switch_backend", chosen)
+    before = {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != "backend"}
+    plots.png(plots.drift_heatmap(profile))
+    plots.equal_share(profile)
     assert plt.get_fignums() == []
-    assert dict(matplotlib.rcParams) == before
+    assert {key: matplotlib.rcParams[key] for key in before} == before
 
 
 def test_files_are_the_same_bytes_again_whatever_the_caller_set(profile, tmp_path):
@@ -242,45 +248,47 @@ def test_files_are_the_same_bytes_again_whatever_the_caller_set(profile, tmp_pat
         again = plots.save(plots.drift_by_layer(profile), tmp_path / "b")
     for one, two in zip(first, again, strict=True):
         assert one.read_bytes() == two.read_bytes()
-    other = plots.save(plots.drift_by_layer(profile, "mlp_out"), tmp_path / "c")
-    assert other[0].read_bytes() != first[0].read_bytes()
-    assert sorted(p.suffix for p in tmp_path.iterdir()) == sorted([".png", ".pdf"] * 3)
+    assert plots.png(plots.drift_by_layer(profile, "mlp_out")) != first[0].read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.v1.pdf", "a.v1.png", "b.pdf", "b.png"]
 
 
-def test_pdf_embeds_truetype_and_no_date(profile, tmp_path):
-    _, pdf = plots.save(plots.drift_heatmap(profile), tmp_path / "f")
+def test_drawing_a_figure_does_not_move_it(profile):
+    figure = plots.drift_heatmap(profile)  # without `settle` the colour bar moves
+    first = plots.png(figure)
+    figure.canvas.draw()
+    assert plots.png(figure) == first
+
+
+def test_a_notebook_shows_a_figure_that_pyplot_does_not_know(profile):
+    data, size = plots.equal_share(profile)._repr_png_()
+    assert data.startswith(b"\x89PNG")
+    assert size["width"] == pytest.approx(3.35 * 128, abs=1)
+    assert not hasattr(Figure(), "_repr_png_")
+
+
+def test_files_are_fine_enough_and_embed_truetype_without_a_date(profile, tmp_path):
+    png, pdf = plots.save(plots.drift_heatmap(profile), tmp_path / "f")
+    assert int.from_bytes(png.read_bytes()[16:20], "big") >= 200 * 3.35
     data = pdf.read_bytes()
     assert b"/CIDFontType2" in data or b"/TrueType" in data
     assert b"/Type3" not in data
     assert b"CreationDate" not in data
 
 
-def test_png_is_fine_enough(profile, tmp_path):
-    path, _ = plots.save(plots.kv_drift(profile), tmp_path / "f")
-    assert int.from_bytes(path.read_bytes()[16:20], "big") >= 200 * 6.9
-
-
 def test_a_failed_save_leaves_what_was_there(profile, tmp_path):
     path = plots.save(plots.equal_share(profile), tmp_path / "f")[0]
     before = path.read_bytes()
     figure = plots.drift_by_layer(profile)
-    figure.axes[0].set_xlabel("$\\nosuchcommand{")
+    figure.axes[0].set_xlabel("$\\nosuchcommand$")
     with pytest.raises(ValueError, match="nosuchcommand"):
         plots.save(figure, tmp_path / "f")
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_importing_plots_chooses_no_backend():
-    code = "import mechkv.plots, matplotlib as m; assert m.rcParams._get_backend_or_none() is None"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_single_layer_is_drawn():
-    tables = {name: figure for name, figure in plots.drift_figures(fake_profile(n_layers=1, n_steps=3)).items()}
-    for figure in tables.values():
-        figure.canvas.draw()
-    assert len(lines(tables["drift_by_layer"].axes[0])["float16"].get_xdata()) == 1
+    axes = plots.drift_by_layer(fake_profile(n_layers=1, n_steps=3)).axes[0]
+    assert len(lines(axes)["float16"].get_xdata()) == 1
 
 
 def test_drift_of_prompts_of_different_lengths_is_averaged_over_those_there(profile):

@@ -102,8 +102,9 @@ def test_some_layers_get_a_window() -> None:
     assert twin_info(twin).max_tokens == 6
 
 
-def test_any_number_of_kv_heads_that_the_groups_divide() -> None:
-    model = tiny_bridge("llama-gqa", num_key_value_heads=1)
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_any_number_of_kv_heads_that_the_groups_divide(name) -> None:
+    model = tiny_bridge(name, num_key_value_heads=1)
     twin = materialise_kv_heads(model, 2)
     assert info(twin).n_kv == 2
     assert info(materialise_kv_heads(twin)).n_kv == 4
