@@ -76,6 +76,20 @@ def test_measures_are_what_they_are_called() -> None:
     assert table.loc["mha", "level"] == pytest.approx(np.log10(np.arange(1, 9)).mean(), abs=0.01)
 
 
+def test_a_twin_with_the_same_drift_has_no_effect() -> None:
+    found = study({MODEL: [0.0, 0.5, 1.0]}, {}, n_prompts=2)
+    frame = pd.concat([found.frame, found.frame.assign(twin="mha")], ignore_index=True)
+    same = TwinStudy(frame, {"mha": Twin("kv_heads", "", None, 0.0, True, 12)}, *list(vars(found).values())[2:])
+    row = same.verdicts().iloc[0]
+    assert row["identical"]
+    assert (row["relative"], row["verdict"]) == (0, "not reproduced"), "even where the first layer has no drift"
+    other = frame["twin"].eq("mha") & frame["layer"].eq(1) & frame["step"].eq(2) & frame["prompt"].eq(1)
+    moved = frame.assign(rel_l2=frame["rel_l2"] * (1 + 1e-12 * other))
+    moved_study = TwinStudy(moved, same.twins, *list(vars(found).values())[2:])
+    assert not moved_study.identical("mha")
+    assert moved_study.verdicts()["verdict"].tolist() == ["not testable here"], "two prompts give no interval"
+
+
 def test_few_prompts_and_no_drift_are_not_testable() -> None:
     few = study({MODEL: SHARP, "mha": EVEN}, {"mha": "kv_heads"}, n_prompts=3).verdicts()
     assert few["verdict"].tolist() == ["not testable here"]
