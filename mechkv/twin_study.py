@@ -34,7 +34,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv import provenance, storage
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.errors import InputError
-from mechkv.models import info
+from mechkv.models import info, recast
 from mechkv.stats import cluster_bootstrap
 from mechkv.twins import Twin, materialise_kv_heads, pad_head_dim, permute_heads, twin_info, window_off
 
@@ -257,7 +257,8 @@ def twin_study(
     )
     fed: list[list[int]] | None = None
     texts: Sequence[str | Tensor] = prompts
-    for name, bridge in {MODEL: model, **twins}.items():
+    base = recast(model, dtype)  # a copy in fresh memory, as the twins are: see `twin_proof.reference_logits`
+    for name, bridge in {MODEL: base, **twins}.items():
         profiles[name] = drift_profile(
             bridge,
             texts,
@@ -271,7 +272,7 @@ def twin_study(
             rows = profiles[name].prompts
             fed = [tokens[n:].tolist() for tokens, n in zip(rows["tokens"], rows["n_prompt"], strict=True)]
             _check_lengths(int(rows["n_tokens"].max()), known)
-    return _assemble(profiles, {MODEL: model, **twins}, known, config, dtype)
+    return _assemble(profiles, {MODEL: base, **twins}, known, config, dtype)
 
 
 def standard_twins(model: TransformerBridge, n_tokens: int, d_head: int | None = None) -> dict[str, TransformerBridge]:
