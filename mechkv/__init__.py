@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mechkv.errors import GuardError, InputError, MechkvError, ModelError, NonFiniteError, StorageError
+from mechkv.errors import CacheError, GuardError, InputError, MechkvError, ModelError, NonFiniteError, StorageError
 
 __version__ = "0.1.0"
 
@@ -40,7 +40,7 @@ _WHERE = {
     "SweepConfig": "patching",
     "PatchSweep": "patching",
     "patch_sweep": "patching",
-    "localise_kv": "localise",
+    "localise_kv": "kv_difference",
     "TrajectoryConfig": "trajectory",
     "teacher_forced": "trajectory",
     "free_running": "trajectory",
@@ -50,10 +50,33 @@ _WHERE = {
     "ReprojectionConfig": "reprojection",
     "Reprojection": "reprojection",
     "reprojection_check": "reprojection",
+    "Strategy": "policies",
+    "TokenDivergence": "divergence",
+    "TokenDivergenceConfig": "divergence",
+    "token_divergence": "divergence",
+    "LadderConfig": "precision",
+    "PrecisionLadder": "precision",
+    "precision_ladder": "precision",
+    "precision_by_site": "precision_policy",
+    "oracle_study": "oracle",
+    "HeadAnalysis": "heads",
+    "HeadConfig": "heads",
+    "head_analysis": "heads",
+    "materialise_kv_heads": "twins",
+    "pad_head_dim": "twins",
+    "window_off": "twins",
+    "window_on": "twins",
+    "permute_heads": "twins",
+    "TwinStudy": "twin_study",
+    "twin_study": "twin_study",
+    "CheckReport": "checking",
+    "check": "checking",
+    "check_paths": "checking",
 }
 """Public name -> the module it lives in."""
 
 __all__ = [
+    "CacheError",
     "GuardError",
     "InputError",
     "MechkvError",
@@ -65,21 +88,28 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from mechkv.checking import CheckReport, check, check_paths
     from mechkv.comparison import Difference, compare
+    from mechkv.divergence import TokenDivergence, TokenDivergenceConfig, token_divergence
     from mechkv.drift import DriftConfig, DriftProfile, drift_profile
-    from mechkv.heads import HeadAnalysis, HeadConfig, head_analysis
     from mechkv.factorial import CausalFactorial, FactorialConfig, causal_factorial
+    from mechkv.heads import HeadAnalysis, HeadConfig, head_analysis
     from mechkv.interventions import Patch
+    from mechkv.kv_difference import localise_kv
     from mechkv.localise import localise_kv
     from mechkv.models import from_hf, load_model, recast
     from mechkv.onset import DriftOnset, OnsetConfig, drift_onset
+    from mechkv.oracle import oracle_study
     from mechkv.patching import PatchSweep, SweepConfig, patch_sweep
     from mechkv.paths import decode, lockstep
+    from mechkv.policies import Strategy
+    from mechkv.precision import LadderConfig, PrecisionLadder, precision_ladder
+    from mechkv.precision_policy import precision_by_site
     from mechkv.recording import RunRecord, record
-    from mechkv.twin_study import TwinStudy, twin_study
-    from mechkv.twins import materialise_kv_heads, pad_head_dim, permute_heads, window_off, window_on
     from mechkv.reprojection import Reprojection, ReprojectionConfig, reprojection_check
     from mechkv.trajectory import TrajectoryConfig, free_running, teacher_forced
+    from mechkv.twin_study import TwinStudy, twin_study
+    from mechkv.twins import materialise_kv_heads, pad_head_dim, permute_heads, window_off, window_on
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
-from mechkv.errors import GuardError
+from mechkv.errors import CacheError, GuardError
 
 Rows = Shaped[Tensor, "n_kv pos d_head"]
 
@@ -107,7 +107,7 @@ class StateCache(DynamicCache):
         """The state after the pass, `n_tokens` tokens in all."""
         missing = [index for index, layer in enumerate(self.layers) if not layer.is_initialized]
         if missing or not self.layers:
-            raise GuardError(
+            raise CacheError(
                 "the model did not write to its KV cache",
                 got=f"nothing written in layers {missing or 'all'}",
                 expected=f"{n_tokens} tokens in every layer",

@@ -14,10 +14,13 @@ from importlib import import_module
 from mechkv.errors import GuardError, InputError, MechkvError, ModelError, NonFiniteError, StorageError
 
 COMMANDS: dict[str, str] = {
+    "check": "Check",
     "drift": "Drift",
     "heads": "Heads",
     "models": "Models",
     "patch": "Patch",
+    "precision": "Precision",
+    "tokens": "Tokens",
 }
 """Command (a module of `mechkv.commands`) -> its dataclass."""
 

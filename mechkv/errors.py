@@ -24,6 +24,10 @@ class GuardError(MechkvError, RuntimeError):
     """A guard failed: a number computed now would not mean what it seems to mean (design rule 1)."""
 
 
+class CacheError(GuardError):
+    """The KV cache is not written, not read, or old rows of it change: cached decoding is another function."""
+
+
 class NonFiniteError(MechkvError, ArithmeticError):
     """NaN or infinity where the numerical story needs finite values; names the first layer and site."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.cache import KVState
-from mechkv.errors import GuardError, InputError
+from mechkv.errors import CacheError, GuardError, InputError
 
 if TYPE_CHECKING:
     from mechkv.paths import Step
@@ -131,7 +131,7 @@ def check_cache(
     for layer, keys in enumerate(after.keys):
         held = before.keys[layer].shape[1] if before.keys else 0
         if visible.get(layer) != held + n_new or after.values[layer].shape[1] != keys.shape[1]:
-            raise GuardError(
+            raise CacheError(
                 f"the cache of layer {layer} did not grow by the tokens fed",
                 got=f"{visible.get(layer, 0)} rows handed to attention",
                 expected=f"{held} held + {n_new} new",
@@ -139,7 +139,7 @@ def check_cache(
                 "(transformers>=5.9,<5.24 with TransformerLens 4.3).",
             )
         if widths.get(layer) != held + n_new:
-            raise GuardError(
+            raise CacheError(
                 f"attention of layer {layer} did not see the cache",
                 got=f"a pattern over {widths[layer]} keys" if layer in widths else "no attention pattern",
                 expected=f"{held + n_new} keys",
@@ -181,7 +181,7 @@ def _check_old_rows(before: KVState, after: KVState, layer: int) -> None:
     offset = start - before.first_position(layer)
     for name, old, new in (("K", before.keys, after.keys), ("V", before.values, after.values)):
         if not same_bits(old[layer][:, offset:], new[layer][:, : stop - start]):
-            raise GuardError(
+            raise CacheError(
                 f"{name} rows of layer {layer} changed while a new token was processed",
                 got=f"different values among positions {start}..{stop - 1}",
                 expected="old rows bit for bit as they were",

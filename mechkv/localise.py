@@ -1,98 +1,251 @@
-"""Which entry of the KV state makes the difference? From layer and site to KV head to position.
+"""Where in a torch model do two paths first differ? Plain forward hooks; the model may be anybody's.
 
-Given one step of a destination whose old K and V rows differ from a source's in some unknown place, each K and each V
-of one layer is replaced by the source's; where the logits then have the source's bits, single KV heads are tried, and
-there single positions. A place is *located* when replacing it alone gives the source's logits bit for bit, which needs
-every entry that differs to lie inside it: one differing row is found exactly, and differences in more than one layer or
-site leave nothing located (the table of recoveries then says how much each contributes).
+Question: at the first position where the logits are wrong, which block is the first whose output differs by more than
+rounding explains, and inside it which module?
 
-Controls: all patched steps are proven (`interventions.check_landed`); a destination that already has the source's
-logits is refused, because every place would be located.
+Conventions. The blocks are the longest `ModuleList` (or `Sequential`) whose members are of one class. The embedding is
+what enters block 0; it counts as layer -1. A run is a sequence of calls of every module, each with some rows; a call
+over all tokens gives row p from the call that ended at p if there is one (a full pass a step), else from itself, and
+otherwise the calls are rows of one sequence, in order. Rows are aligned at the end, so left padding does not shift them.
+In a batch, the row of the batch is the one whose embeddings are nearest to the other path's.
+
+Controls: the response of every layer to perturbed weights (`conditioning`) is its bound; the hooks are removed whatever
+happens, and a path with hooks gives the same bits.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
+import torch
+from torch import Tensor, nn
 
-from mechkv.errors import InputError
-from mechkv.guards import same_bits
-from mechkv.interventions import Patch
-from mechkv.patch_bench import PatchBench, distances, floor, recovery
-from mechkv.paths import Step
-from mechkv.sites import CACHE_SITES
-from mechkv.sources import Source
+EMBEDDING = -1
+"""The layer number of what enters block 0."""
 
-GRAINS = ("layer", "kv_head", "position")
+
+@dataclass
+class Trace:
+    """Rows of every watched module in one run: name -> one `[batch, row, feature]` tensor per call."""
+
+    n_tokens: int
+    calls: dict[str, list[Tensor]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+    def rows(self, name: str) -> Tensor | None:
+        """`[batch, position, feature]`: absolute positions where all were processed, aligned at the end."""
+        calls = self.calls.get(name, [])
+        if not calls:
+            return None
+        longest = max(calls, key=lambda call: call.shape[1])
+        pad = longest.shape[1] - self.n_tokens
+        if pad >= 0:
+            ends = {call.shape[1] - pad: call for call in calls if call.shape[0] == longest.shape[0]}
+            rows = [ends.get(p + 1, longest)[:, p + pad] for p in range(self.n_tokens)]
+            return torch.stack(rows, dim=1)
+        joined = torch.cat([call for call in calls if call.shape[0] == calls[0].shape[0]], dim=1)
+        return joined[:, -self.n_tokens :]
+
+    def longest(self, name: str) -> Tensor:
+        """The call with most rows."""
+        return max(self.calls[name], key=lambda call: call.shape[1])
+
+
+def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Name and members of the list of blocks; an empty list when there is none."""
+    best: tuple[int, int, str, list[nn.Module]] = (0, 0, "", [])
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) == 0:
+            continue
+        members = list(module)
+        if len({type(member) for member in members}) == 1 and not isinstance(members[0], (nn.Linear, nn.Embedding)):
+            size = sum(p.numel() for p in module.parameters())
+            best = max(best, (size, len(members), name, members), key=lambda entry: entry[:2])
+    return best[2], best[3]
+
+
+@contextmanager
+def watch(model: nn.Module, n_tokens: int, inside: int | None = None) -> Iterator[Trace]:
+    """Record block outputs, what enters block 0 and what comes before it; with `inside`, every module of that block."""
+    trace = Trace(n_tokens)
+    prefix, blocks = find_blocks(model)
+    handles: list[Any] = []
+
+    def keep(name: str, value: Any) -> None:
+        rows = _as_rows(value)
+        if rows is None:
+            return
+        if name not in trace.calls:
+            trace.order.append(name)
+            trace.calls[name] = []
+            trace.dtypes[name] = str(rows.dtype).removeprefix("torch.")
+        trace.calls[name].append(rows.detach().clone())
+
+    def after(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs, output: keep(name, output)
+
+    def before(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: keep(name, [*args, *kwargs.values()])
+
+    try:
+        for layer, block in enumerate(blocks):
+            if layer == 0:
+                handles.append(block.register_forward_pre_hook(before("embedding"), with_kwargs=True))
+            handles.append(block.register_forward_hook(after(f"block {layer}"), with_kwargs=True))
+        for name, module in model.named_modules():
+            in_block = bool(prefix) and name.startswith(f"{prefix}.")
+            wanted = inside is not None and in_block and name.startswith(f"{prefix}.{inside}.")
+            table = not in_block and any(word in name.rsplit(".", 1)[-1].lower() for word in ("rot", "rope"))
+            if wanted or table:
+                handles.append(module.register_forward_hook(after(name), with_kwargs=True))
+        yield trace
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
 class Place:
-    """A part of the KV state: one site and layer, narrowed to a KV head and a position where these are given."""
-
-    site: str
-    layer: int
-    kv_head: int | None = None
-    position: int | None = None
-
-
-@dataclass(frozen=True)
-class Located:
-    """What was tried and found.
+    """Where two traces first differ.
 
     Attributes:
-        frame: One row per patched step: grain, site, layer, KV head, position, relative L2 distance of the logits from
-            the source's, recovery, and whether they have the source's bits.
-        places: Places of the finest grain whose replacement alone gives the source's bits.
+        layer: The first block beyond its bound, -1 for the embedding; None when none is.
+        site: The first module inside it, by name.
+        equal_before: Modules of that block that ran before and are within their bounds.
+        tables: Names of position tables (rotary cosines and sines) that differ at that row.
+        profile: One row per layer (-1: embedding): max abs and relative difference at the row, and the bound.
     """
 
-    frame: pd.DataFrame
-    places: tuple[Place, ...]
+    layer: int | None
+    site: str | None
+    equal_before: tuple[str, ...]
+    tables: tuple[str, ...]
+    profile: pd.DataFrame
 
 
-def localise_kv(bench: PatchBench, base: Step, source: Source, clean: Step) -> Located:
-    """Find what differs in the old K and V rows of `base`.
-
-    Args:
-        bench: Bench of the destination path.
-        base: The destination's step.
-        source: Where the values should come from.
-        clean: The source's own step, computed the same way (same path): its logits are the target.
-
-    Raises:
-        InputError: The destination already has the source's logits.
-    """
-    if same_bits(base.logits, clean.logits):
-        raise InputError(
-            "nothing to localise", got="bitwise equal logits", expected="a difference", remedy="Take another step."
-        )
-    layers = range(len(base.kv.keys))
-    found, rows = [Place(site, layer) for layer in layers for site in CACHE_SITES], []
-    for grain in GRAINS:
-        if grain == "kv_head":
-            found = [replace(p, kv_head=h) for p in found for h in range(base.kv.keys[p.layer].shape[0])]
-        elif grain == "position":
-            found = [replace(p, position=i) for p in found for i in base.kv_before.positions(p.layer)]
-        tried = [(place, _try(bench, base, source, clean, place)) for place in found]
-        rows += [{"grain": grain} | vars(place) | row for place, row in tried]
-        found = [place for place, row in tried if row["equals_source"]]
-    frame = pd.DataFrame(rows).astype({"kv_head": "Int64", "position": "Int64"})
-    return Located(frame, tuple(found))
+def layer_profile(ours: Trace, theirs: Trace, position: int, limits: "Limits") -> pd.DataFrame:
+    """Difference of what enters block 0 and of every block's output at one position, beside its bound."""
+    rows = []
+    pick = _batch_rows(ours, theirs)
+    for name in theirs.calls:
+        if name != "embedding" and not name.startswith("block "):
+            continue
+        layer = EMBEDDING if name == "embedding" else int(name.split()[1])
+        size, scale = _difference(ours, theirs, name, position, pick)
+        rows.append({"layer": layer, "max_abs": size, "rel_linf": size / scale if scale else 0.0})
+        rows[-1]["bound"] = limits(name, position)
+    columns = ["layer", "max_abs", "rel_linf", "bound"]
+    return pd.DataFrame(rows, columns=columns).sort_values("layer", ignore_index=True)
 
 
-def _try(bench: PatchBench, base: Step, source: Source, clean: Step, place: Place) -> dict[str, Any]:
-    patch = Patch(
-        source,
-        bench.path,
-        (place.site,),
-        layers=(place.layer,),
-        kv_heads=None if place.kv_head is None else (place.kv_head,),
-        positions="past" if place.position is None else (place.position,),
-    )
-    table = distances([bench.patched(base, patch).logits, base.logits], clean.logits)
-    patched, unpatched = (float(value) for value in table["rel_l2"])
-    return {
-        "rel_l2": patched,
-        "recovery": recovery(patched, unpatched, floor("rel_l2", clean.logits.numel(), unpatched)),
-        "equals_source": bool(table["bitwise_equal"][0]),
-    }
+def first_layer(profile: pd.DataFrame) -> int | None:
+    """The first layer whose difference is beyond its bound."""
+    over = profile[profile["max_abs"] > profile["bound"]]
+    return int(over["layer"].iloc[0]) if len(over) else None
+
+
+def differing_tables(ours: Trace, theirs: Trace, position: int, limits: "Limits") -> tuple[str, ...]:
+    """Position tables outside the blocks whose row differs."""
+    pick = _batch_rows(ours, theirs)
+    names = [n for n in theirs.calls if n != "embedding" and not n.startswith("block ") and n in ours.calls]
+    return tuple(n for n in names if _difference(ours, theirs, n, position, pick)[0] > limits(n, position))
+
+
+def first_site(
+    ours: Trace, theirs: Trace, position: int, limits: "Limits", skip: Sequence[str] = ()
+) -> tuple[str | None, tuple[str, ...]]:
+    """The first module, in order of completion, whose row differs, and those before it that do not."""
+    pick, equal = _batch_rows(ours, theirs), []
+    for name in theirs.order:
+        if name == "embedding" or name.startswith("block ") or name in skip or name not in ours.calls:
+            continue
+        size, _ = _difference(ours, theirs, name, position, pick)
+        if size > limits(name, position):
+            return name, tuple(equal)
+        equal.append(name)
+    return None, tuple(equal)
+
+
+def leaks(before: Trace, after: Trace, limits: "Limits") -> float:
+    """By how many times its bound an earlier row of the longest pass moves when only the last token changed."""
+    largest = 0.0
+    for name in before.calls:
+        if not name.startswith("block ") or name not in after.calls:
+            continue
+        a, b = before.longest(name), after.longest(name)
+        if a.shape != b.shape or a.shape[1] < 2:
+            continue
+        moved, bound = _largest(a[:, :-1] - b[:, :-1]), limits(name, before.n_tokens - 2)
+        largest = max(largest, moved / bound if bound else float(moved > 0))
+    return largest
+
+
+def first_nonfinite(trace: Trace) -> tuple[str, float] | None:
+    """The first module with a NaN or infinity, and the largest finite magnitude seen before it."""
+    largest = 0.0
+    for name in trace.order:
+        values = torch.cat([call.reshape(-1) for call in trace.calls[name]]).double()
+        finite = values.isfinite()
+        if not bool(finite.all()):
+            return name, largest
+        largest = max(largest, float(values.abs().max()))
+    return None
+
+
+class Limits:
+    """Bound of a module's row at a position: a multiple of its response to perturbed weights."""
+
+    def __init__(self, plain: Trace | None, probes: Sequence[Trace], factor: float) -> None:
+        self._plain, self._probes, self._factor = plain, probes, factor
+
+    def __call__(self, name: str, position: int) -> float:
+        """The bound; without probes, zero (any difference counts)."""
+        if self._plain is None:
+            return 0.0
+        found = [_difference(probe, self._plain, name, position, (0, 0)) for probe in self._probes]
+        return self._factor * max((size for size, _ in found), default=0.0)
+
+
+def _difference(ours: Trace, theirs: Trace, name: str, position: int, pick: tuple[int, int]) -> tuple[float, float]:
+    a, b = ours.rows(name), theirs.rows(name)
+    if a is None or b is None or a.shape[-1] != b.shape[-1]:
+        return 0.0, 0.0
+    at = position - theirs.n_tokens  # from the end: a path may have fewer rows
+    if -at > min(a.shape[1], b.shape[1]):
+        return 0.0, 0.0
+    x = a[pick[0] if a.shape[0] > pick[0] else 0, at].double()
+    y = b[pick[1] if b.shape[0] > pick[1] else 0, at].double()
+    return _largest(x - y), _largest(y)
+
+
+def _batch_rows(ours: Trace, theirs: Trace) -> tuple[int, int]:
+    """Which row of the larger batch is the other path's sequence: the one whose embeddings are nearest."""
+    a, b = ours.rows("embedding"), theirs.rows("embedding")
+    if a is None or b is None or a.shape[0] == b.shape[0] or a.shape[-1] != b.shape[-1]:
+        return 0, 0
+    n = min(a.shape[1], b.shape[1])
+    gaps = (a[:, None, -n:].double() - b[None, :, -n:].double()).abs().sum((-1, -2))
+    flat = int(gaps.argmin())
+    return flat // b.shape[0], flat % b.shape[0]
+
+
+def _largest(values: Tensor) -> float:
+    """Largest magnitude; infinity where a value is not finite."""
+    if values.numel() == 0:
+        return 0.0
+    largest = float(values.double().abs().max())
+    return largest if largest == largest else float("inf")
+
+
+def _as_rows(value: Any) -> Tensor | None:
+    """The first floating tensor (or, for tables, all of one shape) as `[batch, row, feature]`."""
+    items = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, (tuple, list)) else []
+    tensors = [item for item in items if isinstance(item, Tensor) and item.is_floating_point() and item.ndim >= 2]
+    if not tensors:
+        return None
+    same = [t for t in tensors if t.shape == tensors[0].shape] if len(tensors) == 2 else tensors[:1]
+    rows = torch.cat([t.reshape(*t.shape[:2], -1) if t.ndim > 2 else t[None] for t in same], dim=-1)
+    return rows

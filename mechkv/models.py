@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from mechkv import guards, packaged
 from mechkv.cache import KVState
-from mechkv.errors import GuardError, InputError, MechkvError, ModelError
+from mechkv.errors import CacheError, InputError, MechkvError, ModelError
 from mechkv.guards import GuardLog
 from mechkv.paths import At, PathRunner
 
@@ -245,7 +245,7 @@ def probe_cache(model: TransformerBridge, log: GuardLog) -> None:
     with PathRunner(model, "cached", interventions=[_Overwrite()], log=log) as runner:
         patched = runner.step(tokens, before, 1).logits
     if torch.equal(plain, patched):
-        raise GuardError(
+        raise CacheError(
             "attention does not read the KV cache",
             got="the same logits after a cached value was overwritten",
             expected="other logits",

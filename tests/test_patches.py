@@ -9,7 +9,7 @@ from mechkv.cache import KVState
 from mechkv.errors import GuardError, InputError
 from mechkv.guards import GuardLog, same_bits
 from mechkv.interventions import Board, Patch, check_landed
-from mechkv.localise import Place, localise_kv
+from mechkv.kv_difference import Place, localise_kv
 from mechkv.patch_bench import PatchBench, distances, recovery
 from mechkv.paths import At, PathRunner
 from mechkv.placebos import noise, one_ulp, shuffled

@@ -1,0 +1,108 @@
+"""`mechkv check` from outside: exit codes, one JSON document, somebody else's code, the worked example."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mechkv
+from mechkv import cli
+from tests.tiny import tiny_bridge, tiny_hf, tiny_tokenizer, tokens
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "small_gpt"
+
+
+def call(capsys, *arguments) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["check", *arguments])
+    out, err = capsys.readouterr()
+    return int(stopped.value.code or 0), out, err
+
+
+@pytest.fixture
+def in_example(monkeypatch):
+    monkeypatch.chdir(EXAMPLE)
+    yield
+    for name in ("paths", "model"):
+        sys.modules.pop(name, None)
+
+
+def test_example_with_the_planted_bug(capsys, in_example):
+    code, out, _ = call(capsys, "--paths", "paths:planted", "--dtype", "float32", "float16", "--json")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["kind"]) == (1, "semantic", "positions")
+    assert (found["first_position"], found["first_step"], found["first_layer"]) == (8, 1, -1)
+
+
+def test_example_without_it(capsys, in_example):
+    code, out, _ = call(capsys, "--paths", "paths:right", "--dtype", "float64", "float32")
+    assert code == 0
+    assert out.startswith("numerical") or out.startswith("identical")
+
+
+def test_usage_errors(capsys, in_example):
+    assert call(capsys)[0] == 2
+    assert call(capsys, "some-model", "--paths", "paths:right")[0] == 2
+    code, _, err = call(capsys, "--paths", "paths:nothing")
+    assert code == 2
+    assert "module:object" in err
+    code, _, err = call(capsys, "--paths", "json:dumps")
+    assert code == 2
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_hf("qwen3").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_folder(capsys, folder, tmp_path):
+    out = tmp_path / "report"
+    arguments = (str(folder), "--dtype", "float32", "float64", "--steps", "4", "--json", "--device", "cpu")
+    code, text, _ = call(capsys, *arguments, "--out", str(out))
+    found = json.loads(text)
+    assert code == 0
+    assert found["verdict"] in ("numerical", "identical")
+    assert {row["dtype"] for row in found["rungs"]} == {"float32", "float64"}
+    assert any("chunks" in name for name in found["evidence"]["cases"])
+    again = mechkv.CheckReport.load(out)
+    assert again.verdict == found["verdict"]
+    assert again.to_dict()["rungs"] == found["rungs"]
+
+
+def test_batched_and_padded_variants_are_clean():
+    report = mechkv.check(
+        tiny_hf("llama-gqa"), dtypes=("float32",), n_steps=4, batched=True, left_padded=True, prompts=[tokens(10)]
+    )
+    assert report.verdict in ("numerical", "identical")
+    assert len(report.evidence["cases"]) == 4
+
+
+def test_a_model_in_memory_is_left_alone():
+    model = tiny_hf("gpt2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = mechkv.check(model, dtypes=("float32", "float16"), n_steps=4, prompts=[tokens(12), tokens(9, 1)])
+    assert report.verdict in ("numerical", "identical")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert type(model.transformer.h[0]).__name__ == "GPT2Block"  # not wrapped
+
+
+def test_a_bridge_is_checked_from_its_weights():
+    report = mechkv.check(tiny_bridge("mistral-window"), dtypes=("float32",), n_steps=4, prompts=[tokens(18)], chunk=0)
+    assert report.verdict in ("numerical", "identical")
+
+
+def test_short_prompts_are_refused():
+    with pytest.raises(mechkv.InputError, match="too short"):
+        mechkv.check(tiny_hf("gpt2"), dtypes=("float32",), n_steps=8, prompts=[tokens(8)])
+
+
+@pytest.mark.real
+def test_the_packaged_model_in_two_dtypes(capsys, packaged_folder):
+    packaged_folder("smollm2-135m")
+    code, out, _ = call(capsys, "smollm2-135m", "--dtype", "float32", "float16", "--json", "--device", "cpu")
+    assert code == 0
+    assert json.loads(out)["verdict"] == "numerical"
