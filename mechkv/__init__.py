@@ -23,16 +23,6 @@ _WHERE = {
     "DriftConfig": "drift",
     "DriftProfile": "drift",
     "drift_profile": "drift",
-    "HeadAnalysis": "heads",
-    "HeadConfig": "heads",
-    "head_analysis": "heads",
-    "materialise_kv_heads": "twins",
-    "pad_head_dim": "twins",
-    "window_off": "twins",
-    "window_on": "twins",
-    "permute_heads": "twins",
-    "TwinStudy": "twin_study",
-    "twin_study": "twin_study",
     "Patch": "interventions",
     "FactorialConfig": "factorial",
     "CausalFactorial": "factorial",
@@ -96,7 +86,6 @@ if TYPE_CHECKING:
     from mechkv.heads import HeadAnalysis, HeadConfig, head_analysis
     from mechkv.interventions import Patch
     from mechkv.kv_difference import localise_kv
-    from mechkv.localise import localise_kv
     from mechkv.models import from_hf, load_model, recast
     from mechkv.onset import DriftOnset, OnsetConfig, drift_onset
     from mechkv.oracle import oracle_study
