@@ -8,6 +8,7 @@ mechanism is swept on sums, one attention layer and tiny models (`mechkv.synthet
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,9 +241,7 @@ def _sweeps(config: Config, folder: Path) -> Sweep:
     }
     if config.tiny_models:
         for axis, values in (("d_head", config.d_heads), ("n_kv", (1, 2, 4)), ("context", (32, 64, 128, 256))):
-            jobs[f"model, {axis}"] = lambda axis=axis, values=values: model_sweep(
-                axis, values, seeds=seeds, dtypes=("float32",), n_steps=6
-            )
+            jobs[f"model, {axis}"] = partial(model_sweep, axis, values, seeds=seeds, dtypes=("float32",), n_steps=6)
     total = Sweep(pd.DataFrame(), {})
     for name, job in jobs.items():
 

@@ -141,7 +141,7 @@ def pad_head_dim(model: TransformerBridge, d_head: int) -> TransformerBridge:
         return value
 
     config = _config(model, head_dim=d_head)
-    source = model.original_model
+    source: Any = model.original_model
     twin = _remade(model, config, change, _keep_scale_and_rotation(source, shape.d_head, d_head))
     return _proved(model, twin, "head_dim", f"head dimension {shape.d_head} padded to {d_head}")
 
@@ -274,8 +274,13 @@ def _shape(model: TransformerBridge) -> _Shape:
     return _Shape(known.n_heads, known.n_kv, known.d_head, bool(widths) and widths != {known.d_head})
 
 
+def _hf_config(model: TransformerBridge) -> PretrainedConfig:
+    config: Any = model.original_model.config
+    return config
+
+
 def _config(model: TransformerBridge, **changes: Any) -> PretrainedConfig:
-    config = copy.deepcopy(model.original_model.config)
+    config = copy.deepcopy(_hf_config(model))
     for name, value in changes.items():
         setattr(config.get_text_config(decoder=True), name, value)
     return config
@@ -340,7 +345,7 @@ def _check_rope(model: TransformerBridge) -> None:
             expected="the model as it was",
             remedy="Pad the original to the width you want.",
         )
-    text = model.original_model.config.get_text_config(decoder=True)
+    text = _hf_config(model).get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     settings = list(rope.values()) if _rope_by_kind(text) else [rope]
     kinds = {str(s.get("rope_type", "default")) for s in settings}
