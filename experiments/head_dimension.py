@@ -240,8 +240,10 @@ def _sweeps(config: Config, folder: Path) -> Sweep:
         ),
     }
     if config.tiny_models:
-        for axis, values in (("d_head", config.d_heads), ("n_kv", (1, 2, 4)), ("context", (32, 64, 128, 256))):
-            jobs[f"model, {axis}"] = partial(model_sweep, axis, values, seeds=seeds, dtypes=("float32",), n_steps=6)
+        tiny: dict[str, Any] = {"seeds": seeds, "dtypes": ("float32",), "n_steps": 6}
+        jobs["model, d_head"] = partial(model_sweep, "d_head", config.d_heads, **tiny)
+        jobs["model, n_kv"] = partial(model_sweep, "n_kv", (1, 2, 4), **tiny)
+        jobs["model, context"] = partial(model_sweep, "context", (32, 64, 128, 256), **tiny)
     total = Sweep(pd.DataFrame(), {})
     for name, job in jobs.items():
 
