@@ -70,7 +70,7 @@ def rebuild(
             remedy="Change weights and configuration together.",
         ) from error
     fresh.tie_weights()
-    fresh.to(state[next(iter(expected))].device).eval()  # type: ignore[arg-type]
+    fresh.to(state[next(iter(expected))].device).eval()
     if refit is not None:
         refit(fresh)
     source = info(model).source

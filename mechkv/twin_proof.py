@@ -54,10 +54,16 @@ _REFERENCES: "weakref.WeakKeyDictionary[TransformerBridge, dict[tuple[int, bool]
 
 
 def reference_logits(model: TransformerBridge, n_tokens: int, wide: bool = False) -> list[Tensor]:
-    """Logits of the model itself, in its own dtype or in float64; computed once for all of its twins."""
+    """Logits of the model itself, in its own dtype or in float64; computed once for all of its twins.
+
+    They are those of a copy in fresh memory, where a twin's weights are too: weights that were mapped from a file may
+    not be aligned, and CPU kernels choose by alignment, so that the very same weights give other bits.
+    """
     held = _REFERENCES.setdefault(model, {})
     if (n_tokens, wide) not in held:
-        held[n_tokens, wide] = logits_of_both_paths(recast(model, torch.float64) if wide else model, n_tokens)
+        held[n_tokens, wide] = logits_of_both_paths(
+            recast(model, torch.float64 if wide else info(model).dtype), n_tokens
+        )
     return held[n_tokens, wide]
 
 

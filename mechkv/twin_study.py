@@ -34,7 +34,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv import provenance, storage
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.errors import InputError
-from mechkv.models import info
+from mechkv.models import info, recast
 from mechkv.stats import cluster_bootstrap
 from mechkv.twins import Twin, materialise_kv_heads, pad_head_dim, permute_heads, twin_info, window_off
 
@@ -126,8 +126,8 @@ class TwinStudy:
                     found = cluster_bootstrap(defined, measure, seed=self.config.seed).iloc[0]
                     row |= {key: found[key] for key in ("estimate", "low", "high", "n_clusters")}
                     base = row["model"] = float(wide.loc[MODEL][measure].mean())
-                    if measure != "level":
-                        row |= {f"relative{end}": found[key] / base for key, end in _ENDS.items()} if base > 0 else {}
+                    if measure != "level" and (base > 0 or found["estimate"] == 0):
+                        row |= {f"relative{end}": found[key] / (base or 1.0) for key, end in _ENDS.items()}
                 rows.append(row)
         columns = ["twin", "cause", "measure", "model", "estimate", "low", "high", "n_clusters", "n_undefined"]
         return pd.DataFrame(rows).reindex(columns=[*columns, *(f"relative{end}" for end in _ENDS.values())])
@@ -141,7 +141,11 @@ class TwinStudy:
         return bool(np.array_equal(ours, theirs))
 
     def verdicts(self) -> pd.DataFrame:
-        """Cause by cause whether C4 holds: the predicted measure's relative effect, and the verdict on it."""
+        """Cause by cause whether C4 holds: the predicted measure's relative effect, and the verdict on it (`judge`).
+
+        A twin whose drift is `identical`, where there is drift at all, is `not reproduced` without an interval: the
+        cause changes no bit. `n_undefined` counts prompts without any drift at the last layer.
+        """
         effects = self.effects().set_index(["twin", "measure"])
         rows = []
         for name, twin in self.twins.items():
@@ -149,11 +153,13 @@ class TwinStudy:
                 continue
             measure, sign = PREDICTIONS[twin.cause]
             row = effects.loc[(name, measure)]
-            verdict = judge(row["relative"], row["relative_low"], row["relative_high"], sign)
+            identical, drifts = self.identical(name), row["n_undefined"] < self.frame["prompt"].nunique()
+            judged = judge(row["relative"], row["relative_low"], row["relative_high"], sign)
+            verdict = "not reproduced" if identical and drifts else judged
             rows.append(
                 {"twin": name, "cause": twin.cause, "measure": measure, "predicted": "falls" if sign < 0 else "grows"}
                 | {key: row[key] for key in ("model", "relative", "relative_low", "relative_high", "n_clusters")}
-                | {"identical": self.identical(name), "verdict": verdict}
+                | {"identical": identical, "n_undefined": row["n_undefined"], "verdict": verdict}
             )
         return pd.DataFrame(rows)
 
@@ -251,7 +257,8 @@ def twin_study(
     )
     fed: list[list[int]] | None = None
     texts: Sequence[str | Tensor] = prompts
-    for name, bridge in {MODEL: model, **twins}.items():
+    base = recast(model, dtype)  # a copy in fresh memory, as the twins are: see `twin_proof.reference_logits`
+    for name, bridge in {MODEL: base, **twins}.items():
         profiles[name] = drift_profile(
             bridge,
             texts,
@@ -265,7 +272,7 @@ def twin_study(
             rows = profiles[name].prompts
             fed = [tokens[n:].tolist() for tokens, n in zip(rows["tokens"], rows["n_prompt"], strict=True)]
             _check_lengths(int(rows["n_tokens"].max()), known)
-    return _assemble(profiles, {MODEL: model, **twins}, known, config, dtype)
+    return _assemble(profiles, {MODEL: base, **twins}, known, config, dtype)
 
 
 def standard_twins(model: TransformerBridge, n_tokens: int, d_head: int | None = None) -> dict[str, TransformerBridge]:

@@ -101,7 +101,7 @@ def materialise_kv_heads(model: TransformerBridge, n_kv: int | None = None) -> T
     copies = wanted // shape.n_kv
 
     def change(name: str, value: Tensor) -> Tensor:
-        if name.split(".")[0] not in ("k_proj", "v_proj") and not _is_flat_norm(name, value, shape.n_kv * shape.d_head):
+        if name.split(".")[0] not in ("k_proj", "v_proj") and not (name == "k_norm.weight" and shape.flat_norm):
             return value
         return repeat(value, "(kv d) ... -> (kv r d) ...", r=copies, d=shape.d_head)
 
@@ -141,7 +141,7 @@ def pad_head_dim(model: TransformerBridge, d_head: int) -> TransformerBridge:
         return value
 
     config = _config(model, head_dim=d_head)
-    source = model.original_model
+    source: Any = model.original_model
     twin = _remade(model, config, change, _keep_scale_and_rotation(source, shape.d_head, d_head))
     return _proved(model, twin, "head_dim", f"head dimension {shape.d_head} padded to {d_head}")
 
@@ -247,6 +247,8 @@ class _Shape:
     n_heads: int
     n_kv: int
     d_head: int
+    flat_norm: bool
+    """Q and K are normalised over all heads at once (OLMo-2), not head by head."""
 
 
 def _shape(model: TransformerBridge) -> _Shape:
@@ -268,11 +270,17 @@ def _shape(model: TransformerBridge) -> _Shape:
             expected=", ".join(_PROJECTIONS),
             remedy="This model's attention is not the plain one of its family.",
         )
-    return _Shape(known.n_heads, known.n_kv, known.d_head)
+    widths = {value.shape[0] for name, value in plain_state(model).items() if name.endswith("self_attn.q_norm.weight")}
+    return _Shape(known.n_heads, known.n_kv, known.d_head, bool(widths) and widths != {known.d_head})
+
+
+def _hf_config(model: TransformerBridge) -> PretrainedConfig:
+    config: Any = model.original_model.config
+    return config
 
 
 def _config(model: TransformerBridge, **changes: Any) -> PretrainedConfig:
-    config = copy.deepcopy(model.original_model.config)
+    config = copy.deepcopy(_hf_config(model))
     for name, value in changes.items():
         setattr(config.get_text_config(decoder=True), name, value)
     return config
@@ -289,11 +297,6 @@ def _remade(
         changed[name] = change(found[3], value).contiguous() if found else value
     known = info(model)
     return rebuild(model, dtype=DTYPES[known.dtype], config=config, state=changed, refit=refit, weights=known.weights)
-
-
-def _is_flat_norm(name: str, value: Tensor, width: int) -> bool:
-    """A K norm over all heads at once (OLMo-2), not over d_head."""
-    return name == "k_norm.weight" and value.shape[0] == width
 
 
 def _keep_scale_and_rotation(source: PreTrainedModel, old: int, new: int) -> Refit:
@@ -342,7 +345,7 @@ def _check_rope(model: TransformerBridge) -> None:
             expected="the model as it was",
             remedy="Pad the original to the width you want.",
         )
-    text = model.original_model.config.get_text_config(decoder=True)
+    text = _hf_config(model).get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     settings = list(rope.values()) if _rope_by_kind(text) else [rope]
     kinds = {str(s.get("rope_type", "default")) for s in settings}

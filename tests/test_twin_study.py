@@ -1,4 +1,4 @@
-"""Effects are paired differences, verdicts follow the rule that was fixed, and the experiment says them cause by cause."""
+"""Effects are paired differences, verdicts follow the rule that was fixed, the experiment says them cause by cause."""
 
 import math
 
@@ -76,6 +76,20 @@ def test_measures_are_what_they_are_called() -> None:
     assert table.loc["mha", "level"] == pytest.approx(np.log10(np.arange(1, 9)).mean(), abs=0.01)
 
 
+def test_a_twin_with_the_same_drift_has_no_effect() -> None:
+    found = study({MODEL: [0.0, 0.5, 1.0]}, {}, n_prompts=2)
+    frame = pd.concat([found.frame, found.frame.assign(twin="mha")], ignore_index=True)
+    same = TwinStudy(frame, {"mha": Twin("kv_heads", "", None, 0.0, True, 12)}, *list(vars(found).values())[2:])
+    row = same.verdicts().iloc[0]
+    assert row["identical"]
+    assert (row["relative"], row["verdict"]) == (0, "not reproduced"), "even where the first layer has no drift"
+    other = frame["twin"].eq("mha") & frame["layer"].eq(1) & frame["step"].eq(2) & frame["prompt"].eq(1)
+    moved = frame.assign(rel_l2=frame["rel_l2"] * (1 + 1e-12 * other))
+    moved_study = TwinStudy(moved, same.twins, *list(vars(found).values())[2:])
+    assert not moved_study.identical("mha")
+    assert moved_study.verdicts()["verdict"].tolist() == ["not testable here"], "two prompts give no interval"
+
+
 def test_few_prompts_and_no_drift_are_not_testable() -> None:
     few = study({MODEL: SHARP, "mha": EVEN}, {"mha": "kv_heads"}, n_prompts=3).verdicts()
     assert few["verdict"].tolist() == ["not testable here"]
@@ -88,15 +102,13 @@ def test_few_prompts_and_no_drift_are_not_testable() -> None:
 def test_a_study_of_a_tiny_model(tmp_path) -> None:
     model = tiny_bridge("mistral-window")
     prompts = [tokens(5, seed=i) for i in range(4)]
+    twins = {"no window": window_off(model)}
     with pytest.raises(InputError, match="too long for 'no window'"):
-        twin_study(model, {"no window": window_off(model)}, prompts, TwinConfig(n_steps=4))
-    twins = standard_twins(model, WINDOW)
-    assert list(twins) == ["mha", "padded", "no window", "reordered"]
-    assert "no window" not in standard_twins(model, WINDOW + 1)
+        twin_study(model, twins, prompts, TwinConfig(n_steps=4))
     found = twin_study(model, twins, prompts, TwinConfig(n_steps=3), folder=tmp_path / "run")
     assert (found.frame.query("step == 0")["rel_l2"] == 0).all()
     assert found.identical("no window"), "the same rows, the same kernels"
-    assert found.guards["padded"]["repeatable"] == 4
+    assert found.guards["no window"]["repeatable"] == 8, "four prompts, both paths"
     found.save(tmp_path / "s")
     again = TwinStudy.load(tmp_path / "s")
     pd.testing.assert_frame_equal(again.frame, found.frame)
@@ -129,6 +141,12 @@ def test_the_experiment(tmp_path, monkeypatch) -> None:
     assert {name for section in outcome.sections for name in section.tables} >= {"verdicts", "sharing", "exponents"}
     again = head_dimension.run(config, Pool(), tmp_path)  # type: ignore[arg-type]
     assert [f.value for f in again.findings] == [f.value for f in outcome.findings], "goes on from what is there"
+
+
+def test_the_twins_that_a_model_has() -> None:
+    model = tiny_bridge("gemma2", num_hidden_layers=1)
+    assert list(standard_twins(model, WINDOW, 16)) == ["mha", "padded", "no window", "reordered"]
+    assert list(standard_twins(tiny_bridge("llama-mha", num_hidden_layers=1), 50)) == ["padded", "reordered"]
 
 
 @pytest.mark.real
