@@ -49,7 +49,10 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, _KV),
     "mistral": (MistralConfig, _KV | {"sliding_window": WINDOW}),
     "gemma2": (Gemma2Config, _GEMMA),
-    "gemma3": (Gemma3TextConfig, _GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "gemma3": (
+        Gemma3TextConfig,
+        _GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "qwen2": (Qwen2Config, _KV),
     "qwen3": (Qwen3Config, _KV | {"head_dim": 12}),
     "phi3": (Phi3Config, _KV),

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from mechkv import guards, packaged
 from mechkv.cache import KVState
-from mechkv.errors import CacheError, GuardError, InputError, MechkvError, ModelError
+from mechkv.errors import CacheError, InputError, MechkvError, ModelError
 from mechkv.guards import GuardLog
 from mechkv.paths import At, PathRunner
 
