@@ -61,7 +61,8 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "gpt-neox": (GPTNeoXConfig, {}),
     "opt": (OPTConfig, {"ffn_dim": 80, "word_embed_proj_dim": 48}),
 }
-WINDOWED = ("mistral", "gemma2", "gemma3")
+NO_4D_MASKS = ("mistral", "gemma2", "gemma3", "opt")
+"""Layers with windows, or positions that are counted from the mask."""
 LEARNED = ("gpt2", "opt")
 Path = Callable[[PreTrainedModel, Tensor, int], Tensor]
 
@@ -297,9 +298,9 @@ KINDS = (
     "norm scaled",
     "embedding scaled",
 )
-_NEED_WHOLE_MASKS = KINDS[2:9]
+_NEED_4D_MASKS = KINDS[3:9]
 
 
 def possible(kind: str, family: str) -> bool:
-    """Whether a kind can be built in a family: four-dimensional masks need layers without windows."""
-    return not (family in WINDOWED and kind in _NEED_WHOLE_MASKS)
+    """Whether a kind can be built in a family: some cannot take four-dimensional masks."""
+    return not (family in NO_4D_MASKS and kind in _NEED_4D_MASKS)

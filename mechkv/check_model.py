@@ -115,7 +115,8 @@ def _streams(
     bridge: TransformerBridge, prompts: Sequence[str | Tensor] | None, n_steps: int
 ) -> list[tuple[Int[Tensor, "pos"], int]]:
     """Tokens and prompt length of every case."""
-    device = bridge.original_model.get_input_embeddings().weight.device
+    model: Any = bridge.original_model
+    device = model.get_input_embeddings().weight.device
     known, limit = info(bridge), getattr(bridge.cfg, "n_ctx", None)
     if prompts is not None:
         given = as_tokens(bridge.tokenizer, prompts, vocab_size=known.d_vocab, max_positions=limit)

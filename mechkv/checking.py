@@ -296,9 +296,9 @@ def _store_note(profile: pd.DataFrame, layer: int) -> list[str]:
     if not 0 < share < LOSSY_SHARE:
         return []
     return [
-        f"the first bad layer is off by {100 * share:.2g} % only, whatever the precision: a lossy or quantised store of "
-        "K and V (or arithmetic in fewer bits inside the model) looks like this; if that is meant, it is not rounding of "
-        "this dtype but another function"
+        f"the first bad layer is off by {100 * share:.2g} % only, whatever the precision: a lossy or quantised store "
+        "of K and V looks like this, or arithmetic in fewer bits inside the model; if that is meant, it is still not "
+        "rounding of this dtype but another function"
     ]
 
 

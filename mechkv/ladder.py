@@ -2,8 +2,8 @@
 
 A `Case` is a pair of paths on given tokens; a path is any function (object, tokens) -> logits, a row for each compared
 position. `climb` builds a fresh object for every precision, runs both paths of every case on it, and keeps the logits;
-the first case in every precision, and every case in the first precision, run twice. A precision that a model has no code
-for is a missing rung, not an error, as long as another rung runs.
+the first case in every precision, and every case in the first precision, run twice. A precision that a model has no
+code for is a missing rung, not an error, as long as another rung runs.
 
 Controls: the second call of a path is its floor (0 when it repeats); random number generators are set differently
 before every call, so chance shows; an object returned twice, or with weights of another dtype, is refused.
