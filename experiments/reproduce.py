@@ -17,7 +17,13 @@ import tyro
 
 from mechkv.errors import InputError, MechkvError
 
-EXPERIMENTS: tuple[str, ...] = ("layer_drift",)
+EXPERIMENTS: tuple[str, ...] = (
+    "layer_drift",
+    "kv_vs_residual",
+    "token_divergence",
+    "precision_control",
+    "head_dimension",
+)
 """Modules of `experiments`, in the order they run and appear in the report."""
 
 TITLE = "Cached and cache-free decoding of one transformer"

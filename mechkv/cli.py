@@ -16,7 +16,11 @@ from mechkv.errors import GuardError, InputError, MechkvError, ModelError, NonFi
 COMMANDS: dict[str, str] = {
     "check": "Check",
     "drift": "Drift",
+    "heads": "Heads",
     "models": "Models",
+    "patch": "Patch",
+    "precision": "Precision",
+    "tokens": "Tokens",
 }
 """Command (a module of `mechkv.commands`) -> its dataclass."""
 

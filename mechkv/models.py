@@ -138,7 +138,7 @@ def load_model(
     if place is not None:
         model = model.to(place)  # type: ignore[arg-type]
     tokenizer = _tokenizer(folder, how, revision)
-    return admit(_boot(model, tokenizer, name), source=name, dtype=wanted)
+    return admit(boot(model, tokenizer, name), source=name, dtype=wanted)
 
 
 def from_hf(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> TransformerBridge:
@@ -158,7 +158,7 @@ def from_hf(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     hf_model.eval()
     if not hf_model.config.architectures:
         hf_model.config.architectures = [type(hf_model).__name__]
-    return admit(_boot(hf_model, tokenizer, "in memory"), source="in memory", dtype=floating[0])
+    return admit(boot(hf_model, tokenizer, "in memory"), source="in memory", dtype=floating[0])
 
 
 def admit(
@@ -204,15 +204,17 @@ def recast(model: TransformerBridge, dtype: str | torch.dtype) -> TransformerBri
     two models compute the same function and differ in arithmetic only. Tables that the architecture computes (rotary
     frequencies) are made anew, not rounded and widened.
     """
-    wanted, known, hf = to_dtype(dtype), info(model), model.original_model
-    held = {name.replace("._original_component", ""): value for name, value in hf.state_dict().items()}
-    with torch.random.fork_rng(devices=[]):  # building draws random weights, which are then replaced
-        fresh = AutoModelForCausalLM.from_config(copy.deepcopy(hf.config), dtype=wanted, attn_implementation="eager")
-    expected = set(fresh.state_dict())
-    fresh.load_state_dict({name: held[name] for name in expected & set(held)}, strict=True)
-    fresh.to(held[next(iter(expected & set(held)))].device).eval()
-    bridge = _boot(fresh, model.tokenizer, known.source)
-    return admit(bridge, source=known.source, dtype=wanted, weights=f"{known.dtype} values in {dtype_name(wanted)}")
+    from mechkv.rebuilding import plain_state, rebuild, refit_of
+
+    wanted, known = to_dtype(dtype), info(model)
+    return rebuild(
+        model,
+        dtype=wanted,
+        config=copy.deepcopy(model.original_model.config),
+        state=plain_state(model),
+        refit=refit_of(model),
+        weights=f"{known.dtype} values in {dtype_name(wanted)}",
+    )
 
 
 class _Overwrite:
@@ -338,7 +340,12 @@ def _guarded(load, name: str, how: str):
         ) from error
 
 
-def _boot(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> TransformerBridge:
+def boot(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> TransformerBridge:
+    """Wrap a Hugging Face model; nothing is checked beyond its kind (see `admit`).
+
+    Raises:
+        ModelError: Not a causal decoder, or TransformerLens has no adapter for it.
+    """
     if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise ModelError(
             "not a causal decoder",

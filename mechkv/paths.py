@@ -184,7 +184,7 @@ class PathRunner:
         finally:
             self._now = None
         after = cache.state(len(tokens))
-        guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=self._edits_cache)
+        guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=now.edited)
         kept_from = n_before if self.rows == "new" else start_state.n_tokens
         return Step(
             index=index,
@@ -232,6 +232,7 @@ class PathRunner:
         positions = range(first, first + keys.shape[1])
         new_keys = self._ask(keys, "cache_k", layer, positions, self._now)
         new_values = self._ask(values, "cache_v", layer, positions, self._now)
+        self._now.edited |= new_keys is not None or new_values is not None
         return keys if new_keys is None else new_keys, values if new_values is None else new_values
 
     def _ask(self, value: Tensor, site: str, layer: int | None, positions: range, now: "_Pass") -> Tensor | None:
@@ -289,6 +290,7 @@ class _Pass:
     def __post_init__(self) -> None:
         self.kept: dict[tuple[str, int | None], Tensor] = {}
         self.widths: dict[int, int] = {}
+        self.edited = False
 
 
 def decode(
@@ -355,10 +357,12 @@ def lockstep(
     sites: Sequence[str] = (),
     rows: RowsKept = "new",
     log: GuardLog | None = None,
+    readers: Sequence[Intervention] = (),
 ) -> Iterator[tuple[Step, Step]]:
     """Both paths, teacher-forced on the tokens that `policy` chooses from the cached path's logits.
 
-    Step 0 is the null control: any difference there is a `GuardError`.
+    Step 0 is the null control: any difference there is a `GuardError`. `readers` are asked on the recomputed path; they
+    look at values and return None.
 
     Yields:
         (cached step, recomputed step), of the same tokens.
@@ -376,6 +380,7 @@ def lockstep(
         n_steps=n_steps,
         sites=sites,
         rows=rows,
+        interventions=readers,
         log=log,
     )
     try:

@@ -17,8 +17,8 @@ from tests.helpers import logits, relative_l2
 
 pytestmark = pytest.mark.real
 
-F16_DRIFT = (1e-5, 2e-2)  # relative L2 of the logits where it is not zero; measured FILL_F16
-F32_DRIFT = 1e-4  # measured FILL_F32
+F16_DRIFT = (1e-5, 2e-2)  # relative L2 of the logits where it is not zero; measured 0 .. 2.7e-3, 0 at most lengths
+F32_DRIFT = 1e-4  # measured 3e-7 .. 2.1e-6
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -36,7 +36,6 @@ def test_both_paths_of_smollm2_are_the_plain_loop_and_drift_after_the_prompt(dty
         for which, path in enumerate(("cached", "recomputed")):
             assert torch.equal(logits([pair[which] for pair in pairs]), expected[f"{index} {dtype} {path}"])
         drift.append([relative_l2(ours.logits, theirs.logits) for ours, theirs in pairs])
-    print(dtype, [(row[0], min(row[1:]), max(row[1:])) for row in drift])
     assert [row[0] for row in drift] == [0.0] * plain.REAL_PROMPTS
     largest = max(max(row) for row in drift)
     if dtype == "float16":
