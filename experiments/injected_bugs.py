@@ -224,7 +224,7 @@ def _scaled(choose: Callable[[PreTrainedModel], nn.Parameter], factor: float = 1
     def decoding(model: PreTrainedModel) -> Iterator[None]:
         weight = choose(model)
         before = weight.detach().clone()
-        weight.data.mul_(factor)
+        weight.data[: len(weight) // 2] *= factor  # not all of it: a norm behind it would undo the change
         try:
             yield
         finally:

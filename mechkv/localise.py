@@ -151,6 +151,8 @@ def differing_tables(ours: Trace, theirs: Trace, position: int, limits: "Limits"
     """Position tables outside the blocks whose row differs."""
     pick = _batch_rows(ours, theirs)
     names = [n for n in theirs.calls if n != "embedding" and not n.startswith("block ") and n in ours.calls]
+    # A table that is made more than once a pass (one for windows, one without) has no rows that line up.
+    names = [n for n in names if all(len(t.calls[n]) == len(t.calls.get("block 0", [])) for t in (ours, theirs))]
     return tuple(n for n in names if _difference(ours, theirs, n, position, pick)[0] > limits(n, position))
 
 
