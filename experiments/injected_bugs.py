@@ -217,14 +217,14 @@ def _eight_bits(keys: Tensor, values: Tensor, n_new: int) -> tuple[Tensor, Tenso
     return rounded(keys), rounded(values)
 
 
-def _scaled(choose: Callable[[PreTrainedModel], nn.Parameter], factor: float = 1.02) -> Path:
+def _scaled(choose: Callable[[PreTrainedModel], nn.Parameter], share: float = 0.5) -> Path:
     """One weight is another on decode steps: a kernel that forgets a scale, a layer that was merged twice."""
 
     @contextmanager
     def decoding(model: PreTrainedModel) -> Iterator[None]:
         weight = choose(model)
         before = weight.detach().clone()
-        weight.data[: len(weight) // 2] *= factor  # not all of it: a norm behind it would undo the change
+        weight.data[: round(share * len(weight))] *= 1.02  # half of it: a norm behind would undo a common factor
         try:
             yield
         finally:
@@ -275,7 +275,7 @@ def bug(kind: str, family: str, n_prompt: int, layer: int) -> Bug:
         "8-bit store": lambda: Bug(_store(_eight_bits, None), recomputed, attention, 0, n_prompt),
         "MLP scaled": lambda: Bug(_scaled(_mlp_weight(layer)), recomputed, ("layer",), layer, n_prompt),
         "norm scaled": lambda: Bug(_scaled(_norm_weight(layer)), recomputed, ("layer",), layer, n_prompt),
-        "embedding scaled": lambda: Bug(_scaled(_embedding), recomputed, position, -1, n_prompt),
+        "embedding scaled": lambda: Bug(_scaled(_embedding, 1.0), recomputed, position, -1, n_prompt),
     }
     return makes[kind]()
 

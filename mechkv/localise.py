@@ -98,13 +98,32 @@ def watch(model: nn.Module, n_tokens: int, inside: int | None = None) -> Iterato
         for name, module in model.named_modules():
             in_block = bool(prefix) and name.startswith(f"{prefix}.")
             wanted = inside is not None and in_block and name.startswith(f"{prefix}.{inside}.")
-            table = not in_block and any(word in name.rsplit(".", 1)[-1].lower() for word in ("rot", "rope"))
+            table = (
+                inside is None
+                and not in_block
+                and any(word in name.rsplit(".", 1)[-1].lower() for word in ("rot", "rope"))
+            )
             if wanted or table:
                 handles.append(module.register_forward_hook(after(name), with_kwargs=True))
         yield trace
     finally:
         for handle in handles:
             handle.remove()
+        _split_tables(trace)
+
+
+def _split_tables(trace: Trace) -> None:
+    """A table that is made several times a pass (for layers with a window and for those without) is several tables."""
+    n_passes = len(trace.calls.get("block 0", []))
+    for name in [n for n in trace.order if n != "embedding" and not n.startswith("block ")]:
+        times = len(trace.calls[name]) // n_passes if n_passes else 1
+        if times < 2 or len(trace.calls[name]) % n_passes:
+            continue
+        calls = trace.calls.pop(name)
+        trace.order.remove(name)
+        for index in range(times):
+            trace.calls[f"{name} ({index + 1})"] = calls[index::times]
+            trace.order.append(f"{name} ({index + 1})")
 
 
 @dataclass(frozen=True)
@@ -151,8 +170,6 @@ def differing_tables(ours: Trace, theirs: Trace, position: int, limits: "Limits"
     """Position tables outside the blocks whose row differs."""
     pick = _batch_rows(ours, theirs)
     names = [n for n in theirs.calls if n != "embedding" and not n.startswith("block ") and n in ours.calls]
-    # A table that is made more than once a pass (one for windows, one without) has no rows that line up.
-    names = [n for n in names if all(len(t.calls[n]) == len(t.calls.get("block 0", [])) for t in (ours, theirs))]
     return tuple(n for n in names if _difference(ours, theirs, n, position, pick)[0] > limits(n, position))
 
 

@@ -134,6 +134,8 @@ def describe(
     side, because = convict(references)
     shape = profile_shape(profile, layer, windows)
     kind, text = _kind(layer, site, equal_before, tables, time, references)
+    if kind == "unknown" and len(profile):
+        text = "what comes after the last block (the final norm or the unembedding): every block agrees"
     return Signature(kind, shape, time, text, side, because)
 
 
