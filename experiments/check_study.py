@@ -1,7 +1,7 @@
 """Does `check` raise false alarms, and does it find bugs? Small random models with and without one bug.
 
 Clean: models of ten families (and OPT), paths without a bug; any `semantic` verdict is a false alarm. Bugged: the same
-with one bug from sixteen kinds on one path; a bug is found when the verdict is `semantic`, and its evidence is right when
+with one bug from sixteen kinds on one path; a bug is found when the verdict is `semantic`; its evidence is right when
 kind, first layer and first position are those of what was injected. No claim of the paper is tested here.
 """
 
@@ -70,7 +70,12 @@ def _one(index: int, clean: bool, config: Config) -> dict[str, Any]:
     theirs = pair.recomputed if pair else recomputed
     tokens = torch.randint(1, 97, (config.n_tokens,), generator=torch.Generator().manual_seed(seed))
     found = check_paths(
-        lambda dtype: random_model(family, dtype, seed), ours, theirs, tokens, n_prompt=config.n_prompt, dtypes=config.dtypes
+        lambda dtype: random_model(family, dtype, seed),
+        ours,
+        theirs,
+        tokens,
+        n_prompt=config.n_prompt,
+        dtypes=config.dtypes,
     )
     row = {"index": index, "family": family, "bug": kind, "verdict": found.verdict, "kind": found.kind}
     row |= {"layer": found.first_layer, "position": found.first_position, "convicted": found.convicted}

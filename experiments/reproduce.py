@@ -23,6 +23,7 @@ EXPERIMENTS: tuple[str, ...] = (
     "token_divergence",
     "precision_control",
     "head_dimension",
+    "check_study",
 )
 """Modules of `experiments`, in the order they run and appear in the report."""
 

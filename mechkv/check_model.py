@@ -115,7 +115,8 @@ def _streams(
     bridge: TransformerBridge, prompts: Sequence[str | Tensor] | None, n_steps: int
 ) -> list[tuple[Int[Tensor, "pos"], int]]:
     """Tokens and prompt length of every case."""
-    device = bridge.original_model.get_input_embeddings().weight.device
+    model: Any = bridge.original_model
+    device = model.get_input_embeddings().weight.device
     known, limit = info(bridge), getattr(bridge.cfg, "n_ctx", None)
     if prompts is not None:
         given = as_tokens(bridge.tokenizer, prompts, vocab_size=known.d_vocab, max_positions=limit)
@@ -143,10 +144,11 @@ def _default_stream(bridge: TransformerBridge, n: int, vocabulary: int) -> Int[T
     """Ordinary text, or seeded tokens where there is no tokenizer."""
     if bridge.tokenizer is None:
         return torch.randint(0, vocabulary, (n,), generator=torch.Generator().manual_seed(0))
+    tokenizer: Any = bridge.tokenizer
     texts = [format_prompt(problem) for problem in word_problems()]
     ids: list[int] = []
     for text in texts:
-        ids += bridge.tokenizer(text)["input_ids"]
+        ids += tokenizer(text)["input_ids"]
         if len(ids) >= n:
             break
     return torch.tensor(ids[:n], dtype=torch.int64)
@@ -157,7 +159,7 @@ def _sample(n_prompt: int, n_tokens: int, small: bool) -> tuple[int, ...]:
     if small:
         return tuple(every)
     middle = n_prompt - 1 + (len(every) // 2)
-    return tuple(sorted({n_prompt - 1, n_prompt, n_prompt + 1, middle, n_tokens - 1} & set(every)))
+    return tuple(sorted({n_prompt - 1, n_prompt, middle, n_tokens - 1} & set(every)))
 
 
 def _plain(tokens: Int[Tensor, "pos"], n_prompt: int, positions: tuple[int, ...], chunk: int = 1) -> Case:
@@ -165,7 +167,8 @@ def _plain(tokens: Int[Tensor, "pos"], n_prompt: int, positions: tuple[int, ...]
     cached = partial(_cached, start=n_prompt, positions=positions, chunk=chunk)
     recomputed = partial(_recomputed, start=n_prompt, positions=positions)
     stepwise = partial(_cached, start=1, positions=positions, chunk=1)
-    return Case(name, cached, recomputed, tokens, n_prompt, positions, stepwise=stepwise, chunks=chunk)
+    sensitivity = partial(_one_pass, positions=positions)
+    return Case(name, cached, recomputed, tokens, n_prompt, positions, sensitivity, stepwise, chunk)
 
 
 def _cached(
@@ -190,11 +193,19 @@ def _recomputed(
     return torch.stack(found)
 
 
+def _one_pass(
+    bridge: TransformerBridge, tokens: Int[Tensor, "pos"], *, positions: tuple[int, ...]
+) -> Float[Tensor, "position d_vocab"]:
+    """All positions from one pass: for the response to perturbed weights, where the kernel does not matter."""
+    logits = bridge.original_model(tokens[None], use_cache=False).logits[0]
+    return logits[[p for p in positions if p < len(tokens)]]
+
+
 def _rows(
     bridge: TransformerBridge, tokens: Int[Tensor, "pos"], *, n_prompt: int, n_batch: int = 1, n_pad: int = 0
 ) -> Float[Tensor, "position d_vocab"]:
     """Row 0 of a batch (the other rows are the same tokens, rolled), with left pads, decoded on a cache."""
-    model = bridge.original_model
+    model: Any = bridge.original_model
     batch = torch.stack([tokens.roll(row) for row in range(n_batch)])
     batch = torch.cat([batch.new_zeros(n_batch, n_pad), batch], dim=1)
     mask = torch.ones_like(batch)
@@ -211,8 +222,6 @@ def _rows(
     return torch.stack(found)
 
 
-def _full(
-    bridge: TransformerBridge, tokens: Int[Tensor, "pos"], *, n_prompt: int
-) -> Float[Tensor, "position d_vocab"]:
+def _full(bridge: TransformerBridge, tokens: Int[Tensor, "pos"], *, n_prompt: int) -> Float[Tensor, "position d_vocab"]:
     """The unpadded row in one pass."""
     return bridge.original_model(tokens[None], use_cache=False).logits[0, n_prompt - 1 :]

@@ -213,7 +213,11 @@ def _dtypes(dtypes: Sequence[str | torch.dtype]) -> list[torch.dtype]:
 
 def _cache_dead(error: CacheError) -> CheckReport:
     empty = pd.DataFrame()
-    evidence = {"text": str(error), "when": "only on decode steps, from the first on", "profile_shape": "not looked at"}
+    evidence: dict[str, Any] = {
+        "text": str(error),
+        "when": "only on decode steps, from the first on",
+        "profile_shape": "not looked at",
+    }
     evidence |= {"because": "the guard of the cached path", "notes": [], "flips": []}
     return CheckReport(
         "semantic",
@@ -275,7 +279,9 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
         names = ", ".join(references.changed_buffers)
         found["notes"].append(f"the model carries state from call to call: {names} changes while it runs")
     elif references and references.beyond("state"):
-        found["notes"].append(f"the {' and the '.join(references.beyond('state'))} path carries state from call to call")
+        found["notes"].append(
+            f"the {' and the '.join(references.beyond('state'))} path carries state from call to call"
+        )
     if signature is not None and place is not None and place.layer is not None and signature.kind == "attention":
         found["notes"] += _store_note(place.profile, place.layer)
     bad = sorted(r.case.name for r in examined if r.decision.verdict == "semantic")
@@ -290,9 +296,9 @@ def _store_note(profile: pd.DataFrame, layer: int) -> list[str]:
     if not 0 < share < LOSSY_SHARE:
         return []
     return [
-        f"the first bad layer is off by {100 * share:.2g} % only, whatever the precision: a lossy or quantised store of K "
-        "and V (or arithmetic in fewer bits inside the model) looks like this; if that is meant, it is not rounding of "
-        "this dtype but another function"
+        f"the first bad layer is off by {100 * share:.2g} % only, whatever the precision: a lossy or quantised store "
+        "of K and V looks like this, or arithmetic in fewer bits inside the model; if that is meant, it is still not "
+        "rounding of this dtype but another function"
     ]
 
 
@@ -302,7 +308,9 @@ def _rungs(report: CaseReport) -> list[dict[str, Any]]:
         e = rung.evidence
         limit = bounds(report.sensitivity, e.unit_roundoff)
         judged = bounds(report.sensitivity, max(e.unit_roundoff, report.decision.roundoff or 0.0))
-        over = np.flatnonzero(np.asarray(e.difference) > judged) if judged is not None and e.status == "ok" else []
+        over: Any = []
+        if judged is not None and e.status == "ok":
+            over = np.flatnonzero(np.asarray(e.difference) > judged)
         row: dict[str, Any] = {"case": report.case.name, "dtype": e.dtype, "status": e.status}
         row |= {"max_abs": e.largest if e.status == "ok" else np.nan}
         row |= {"bound": float(limit.max()) if limit is not None else np.nan}
@@ -329,7 +337,9 @@ def _frame(report: CaseReport) -> pd.DataFrame:
 def _flips(report: CaseReport) -> list[dict[str, Any]]:
     """The first flip of every rung, with its margin in the most precise rung and the drift bound there."""
     usable = [r for r in report.rungs if r.table and r.evidence.status == "ok"]
-    reference = min((r for r in usable), key=lambda r: abs(r.evidence.unit_roundoff - ROUNDOFF["float32"]), default=None)
+    reference = min(
+        (r for r in usable), key=lambda r: abs(r.evidence.unit_roundoff - ROUNDOFF["float32"]), default=None
+    )
     found = []
     for rung in usable:
         at = np.flatnonzero(rung.table["flip"] == 1)
@@ -358,5 +368,3 @@ def _flip_words(flip: dict[str, Any]) -> str:
 def _table(rungs: pd.DataFrame) -> str:
     shown = rungs[["case", "dtype", "status", "max_abs", "bound", "floor", "flips", "first_beyond"]]
     return shown.to_string(index=False, float_format=lambda x: f"{x:.2g}", na_rep="-")
-
-

@@ -52,23 +52,18 @@ def weights_in(thing: Any) -> list[Tensor | np.ndarray]:
 def perturbed(weights: list[Tensor | np.ndarray], unit_roundoff: float, seed: int) -> Iterator[None]:
     """Every weight w is w (1 +- sqrt(fan-in) u) for the length of a `with` block; the bits of before come back."""
     generator = torch.Generator().manual_seed(seed)
-    kept = [weight.copy() if isinstance(weight, np.ndarray) else weight.detach().clone() for weight in weights]
+    # A numpy array is changed through a tensor that shares its memory.
+    shared = [torch.from_numpy(weight) if isinstance(weight, np.ndarray) else weight.data for weight in weights]
+    kept = [weight.clone() for weight in shared]
     try:
-        for weight in weights:
+        for weight in shared:
             fan_in = min(weight.shape[-2:]) if weight.ndim > 1 else 1
             sign = torch.randint(0, 2, tuple(weight.shape), generator=generator, dtype=torch.int8) * 2 - 1
-            factor = 1.0 + sign.double() * (math.sqrt(fan_in) * unit_roundoff)
-            if isinstance(weight, np.ndarray):
-                weight[...] = weight.astype(np.float64) * factor.numpy()
-            else:
-                weight.data.copy_((weight.detach().double() * factor.to(weight.device)).to(weight.dtype))
+            weight.addcmul_(weight, sign.to(weight), value=math.sqrt(fan_in) * unit_roundoff)
         yield
     finally:
-        for weight, before in zip(weights, kept, strict=True):
-            if isinstance(weight, np.ndarray):
-                weight[...] = before
-            else:
-                weight.data.copy_(before)
+        for weight, before in zip(shared, kept, strict=True):
+            weight.copy_(before)
 
 
 def floating_dtypes(weights: list[Tensor | np.ndarray]) -> set[str]:

@@ -64,6 +64,7 @@ class Examiner:
 
     def __init__(self, build: Callable[[torch.dtype], Any], modules: Modules | None) -> None:
         self._windows: tuple[bool, ...] = ()
+        self._used: tuple[torch.dtype, Any] | None = None
         self.build, self.call, self._modules = Builder(build), Caller(), modules
 
     def run(self, cases: Sequence[Case], dtypes: Sequence[torch.dtype]) -> list[CaseReport]:
@@ -93,15 +94,14 @@ class Examiner:
             done.append(replace(rung, evidence=replace(rung.evidence, again=again)) if moving else rung)
         return done
 
-    def _sensitivities(
-        self, cases: Sequence[Case], climbed: Sequence[list[Rung]]
-    ) -> list[tuple[float, ...] | None]:
+    def _sensitivities(self, cases: Sequence[Case], climbed: Sequence[list[Rung]]) -> list[tuple[float, ...] | None]:
         """G(p) of every case, from N_PROBES perturbations in the most precise rung."""
         tops = [_top(rungs) for rungs in climbed]
         found: list[tuple[float, ...] | None] = [None] * len(cases)
         for dtype in dict.fromkeys(_dtype(top) for top in tops if top is not None):
             mine = [i for i, top in enumerate(tops) if top is not None and _dtype(top) == dtype]
             thing, unit = self.build(dtype), _probe_unit(dtype)
+            self._used = (dtype, thing)
             weights = weights_in(thing)
             if not weights:
                 continue
@@ -125,8 +125,10 @@ class Examiner:
         case, top = report.case, _top(report.rungs)
         assert top is not None
         dtype = _dtype(top)
-        thing = self.build(dtype)
         semantic = report.decision.verdict == "semantic"
+        used, self._used = self._used, None
+        again = not semantic and used is not None and used[0] == dtype
+        thing = used[1] if again and used is not None else self.build(dtype)
         references = self._references(report, thing, dtype) if semantic else References()
         place = self._locate(report, thing, dtype, references)
         layer = place.layer if place else None
@@ -183,9 +185,7 @@ class Examiner:
 
     def _buffers(self, thing: Any) -> dict[str, Tensor]:
         """Copies of every buffer within reach: running a model should change none."""
-        return {
-            name: value.clone() for model in self._models(thing) for name, value in model.named_buffers()
-        }
+        return {name: value.clone() for model in self._models(thing) for name, value in model.named_buffers()}
 
     def _hidden_leaks(
         self, case: Case, thing: Any, traces: dict[str, Trace], limits: Limits, references: References
@@ -316,4 +316,3 @@ def _windows(model: nn.Module) -> tuple[bool, ...]:
     if not kinds:
         return ()
     return tuple("sliding" in str(kind) for kind in kinds)
-

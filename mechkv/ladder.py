@@ -2,7 +2,8 @@
 
 A `Case` is a pair of paths on given tokens; a path is any function (object, tokens) -> logits, a row for each compared
 position. `climb` builds a fresh object for every precision, runs both paths of every case on it, and keeps the logits;
-the first case in every precision, and every case in the first precision, run twice. A precision that a model has no code for is a missing rung, not an error, as long as another rung runs.
+the first case in every precision, and every case in the first precision, run twice. A precision that a model has no
+code for is a missing rung, not an error, as long as another rung runs.
 
 Controls: the second call of a path is its floor (0 when it repeats); random number generators are set differently
 before every call, so chance shows; an object returned twice, or with weights of another dtype, is refused.
@@ -110,7 +111,8 @@ class Builder:
     """`build`, with a check that every object is fresh and in the precision asked for."""
 
     def __init__(self, build: Build) -> None:
-        self._build, self._last = build, None
+        self._build = build
+        self._last: tuple[int, Any] | None = None
 
     def __call__(self, dtype: torch.dtype) -> Any:
         """A fresh object.
@@ -232,7 +234,7 @@ def _refuse_mixed(name: str, failed: dict[str, Exception]) -> None:
     """A path that fails alone because two dtypes meet: most often cache buffers in another dtype than the model."""
     if len(failed) != 1:
         return
-    (path, error), = failed.items()
+    ((path, error),) = failed.items()
     text = str(error)
     words = re.findall(r"c10::\w+|\b(?:Half|BFloat16|Float|Double|float|double|b?float(?:16|32|64))\b", text)
     met = list(dict.fromkeys(_NAMES[word] for word in words if word in _NAMES))

@@ -6,7 +6,7 @@ rounding explains, and inside it which module?
 Conventions. The blocks are the longest `ModuleList` (or `Sequential`) whose members are of one class. The embedding is
 what enters block 0; it counts as layer -1. A run is a sequence of calls of every module, each with some rows; a call
 over all tokens gives row p from the call that ended at p if there is one (a full pass a step), else from itself, and
-otherwise the calls are rows of one sequence, in order. Rows are aligned at the end, so left padding does not shift them.
+otherwise the calls are rows of one sequence, in order. Rows are aligned at the end, so left padding shifts nothing.
 In a batch, the row of the batch is the one whose embeddings are nearest to the other path's.
 
 Controls: the response of every layer to perturbed weights (`conditioning`) is its bound; the hooks are removed whatever
@@ -38,8 +38,8 @@ class Trace:
     def rows(self, name: str) -> Tensor | None:
         """`[batch, position, feature]`: absolute positions where all were processed, aligned at the end."""
         calls = self.calls.get(name, [])
-        if not calls:
-            return None
+        if len({call.shape[2] for call in calls}) != 1:
+            return None  # never called, or the second axis is not that of rows
         longest = max(calls, key=lambda call: call.shape[1])
         pad = longest.shape[1] - self.n_tokens
         if pad >= 0:
@@ -98,13 +98,32 @@ def watch(model: nn.Module, n_tokens: int, inside: int | None = None) -> Iterato
         for name, module in model.named_modules():
             in_block = bool(prefix) and name.startswith(f"{prefix}.")
             wanted = inside is not None and in_block and name.startswith(f"{prefix}.{inside}.")
-            table = not in_block and any(word in name.rsplit(".", 1)[-1].lower() for word in ("rot", "rope"))
+            table = (
+                inside is None
+                and not in_block
+                and any(word in name.rsplit(".", 1)[-1].lower() for word in ("rot", "rope"))
+            )
             if wanted or table:
                 handles.append(module.register_forward_hook(after(name), with_kwargs=True))
         yield trace
     finally:
         for handle in handles:
             handle.remove()
+        _split_tables(trace)
+
+
+def _split_tables(trace: Trace) -> None:
+    """A table that is made several times a pass (for layers with a window and for those without) is several tables."""
+    n_passes = len(trace.calls.get("block 0", []))
+    for name in [n for n in trace.order if n != "embedding" and not n.startswith("block ")]:
+        times = len(trace.calls[name]) // n_passes if n_passes else 1
+        if times < 2 or len(trace.calls[name]) % n_passes:
+            continue
+        calls = trace.calls.pop(name)
+        trace.order.remove(name)
+        for index in range(times):
+            trace.calls[f"{name} ({index + 1})"] = calls[index::times]
+            trace.order.append(f"{name} ({index + 1})")
 
 
 @dataclass(frozen=True)
@@ -158,7 +177,8 @@ def first_site(
     ours: Trace, theirs: Trace, position: int, limits: "Limits", skip: Sequence[str] = ()
 ) -> tuple[str | None, tuple[str, ...]]:
     """The first module, in order of completion, whose row differs, and those before it that do not."""
-    pick, equal = _batch_rows(ours, theirs), []
+    pick = _batch_rows(ours, theirs)
+    equal: list[str] = []
     for name in theirs.order:
         if name == "embedding" or name.startswith("block ") or name in skip or name not in ours.calls:
             continue
@@ -247,5 +267,4 @@ def _as_rows(value: Any) -> Tensor | None:
     if not tensors:
         return None
     same = [t for t in tensors if t.shape == tensors[0].shape] if len(tensors) == 2 else tensors[:1]
-    rows = torch.cat([t.reshape(*t.shape[:2], -1) if t.ndim > 2 else t[None] for t in same], dim=-1)
-    return rows
+    return torch.cat([t.reshape(*t.shape[:2], -1) if t.ndim > 2 else t[None] for t in same], dim=-1)

@@ -3,7 +3,7 @@
 Layer profiles tell: rounding is 0 at the embeddings and grows gently; a wrong learned position shows at the embeddings;
 a wrong rotary position or mask jumps at block 0 and stays flat; one corrupted layer is 0 before it and jumps after it.
 Inside the first bad block, modules that ran before and agree (q, k and v, say) leave attention itself: its mask, its
-window or the cached rows it reads. A position table (rotary cosines) that differs leaves the positions. What the pair of
+window or the cached rows it reads. A position table (rotary cosines) that differs leaves the positions. What two
 paths cannot tell apart is not guessed: kinds are as coarse as the evidence.
 """
 
@@ -13,7 +13,9 @@ from typing import Literal
 
 import pandas as pd
 
-Kind = Literal["causality", "state", "length", "positions", "attention", "layer", "chunks", "cache not updated", "unknown"]
+Kind = Literal[
+    "causality", "state", "length", "positions", "attention", "layer", "chunks", "cache not updated", "unknown"
+]
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class References:
     """What third references say; None where a path could not be asked.
 
     Attributes:
-        later_token: Path -> how much logits (or hidden rows) of earlier positions move when only the last token changes.
+        later_token: Path -> how much logits (or hidden rows) at earlier positions move when the last token changes.
         shorter: Path -> how much they move when the last token is left out.
         state: Path -> how much a call changes after other calls on the same object.
         stepwise: Path -> how much it differs from one token at a time on an empty cache.
@@ -132,6 +134,8 @@ def describe(
     side, because = convict(references)
     shape = profile_shape(profile, layer, windows)
     kind, text = _kind(layer, site, equal_before, tables, time, references)
+    if kind == "unknown" and len(profile):
+        text = "what comes after the last block (the final norm or the unembedding): every block agrees"
     return Signature(kind, shape, time, text, side, because)
 
 
@@ -175,4 +179,5 @@ def _in_attention(site: str, equal_before: Sequence[str]) -> bool:
 
 def _is_projection(name: str) -> bool:
     words = ("q_proj", "k_proj", "v_proj", "qkv", "query_key_value", "c_attn", "query", "key", "value")
+    words += ("q_norm", "k_norm")
     return name in ("q", "k", "v", "wq", "wk", "wv") or any(word in name for word in words)

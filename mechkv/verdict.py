@@ -12,8 +12,8 @@ The rule, applied to the *highest usable rung* T (finite and present on both pat
     D_T <= bound_T at every position                                 numerical
     T is float64 and D_T <= the bound with float32's u               numerical: a float32 island inside the float64 run
     else                                                             semantic: the difference does not go with precision
-Lower rungs never decide: there rounding is large enough to hide a bug (a lossy store in bfloat16) or to look like one (a
-flipped argmax or expert). They are reported, and a jump that they alone show over most steps is `inconclusive`.
+Lower rungs never decide: there rounding is large enough to hide a bug (a lossy store in bfloat16) or to look like one
+(a flipped argmax or expert). They are reported, and a jump that they alone show over most steps is `inconclusive`.
 """
 
 import math
@@ -120,8 +120,8 @@ def decide(rungs: Sequence[RungEvidence], sensitivity: Sequence[float] | None) -
     artefact = top.dtype == "float32" and [r.dtype for r in above] == ["float64"]
     if artefact:
         notes.append(
-            f"float64, the highest precision alone, is not finite on the {' and the '.join(above[0].nonfinite)} path: an "
-            "artefact of running it in float64 (a mask value or a kernel made for float32), so float32 decides"
+            f"float64, the highest precision alone, is not finite on the {' and the '.join(above[0].nonfinite)} path: "
+            "an artefact of running it in float64 (a mask value or a kernel made for float32), so float32 decides"
         )
     found = _judge(usable, sensitivity, notes)
     unexplained = [r for r in broken if not (artefact and r.dtype == "float64")]
@@ -218,8 +218,8 @@ def _numerical(
             )
             return Decision("inconclusive", text, rung.dtype, over, rung.unit_roundoff, tuple(notes))
         notes.append(
-            f"{rung.dtype} jumps by {rung.largest:.2g} at {len(over)} positions and {top.dtype} does not: rounding that "
-            "flips a discrete choice (an argmax, an expert)"
+            f"{rung.dtype} jumps by {rung.largest:.2g} at {len(over)} positions and {top.dtype} does not: rounding "
+            "that flips a discrete choice (an argmax, an expert)"
         )
     return Decision("numerical", reason, top.dtype, (), roundoff, tuple(notes))
 

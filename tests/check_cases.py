@@ -86,9 +86,7 @@ def full(net: PreTrainedModel, fed: Tensor, n_prompt: int, **options) -> Tensor:
 
 def every_step(net: PreTrainedModel, fed: Tensor, n_prompt: int) -> Tensor:
     """A pass over all tokens so far, at every step."""
-    return torch.stack(
-        [net(fed[None, :stop], use_cache=False).logits[0, -1] for stop in range(n_prompt, len(fed) + 1)]
-    )
+    return torch.stack([net(fed[None, :stop], use_cache=False).logits[0, -1] for stop in range(n_prompt, len(fed) + 1)])
 
 
 def pad_mask(start: int, stop: int) -> dict:

@@ -103,7 +103,7 @@ def _only_the_new(start, stop):
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("options", [_omitted, _only_the_new])
 def test_mask_omitted_on_decode_steps(kind, options):
-    """Against the same padded row with the right mask: q, k, v of the new token agree in layer 0, attention does not."""
+    """Against the same padded row with its mask: q, k, v of the new token agree in layer 0, attention does not."""
     right = partial(c.cached, pads=c.PADS, options=lambda a, b: _positions(a, b) | c.pad_mask(a, b))
     wrong = partial(c.cached, pads=c.PADS, options=options)
     report = c.check(c.builder(kind), wrong, right, dtypes=("float32", "bfloat16"))
@@ -118,7 +118,10 @@ def test_mask_omitted_on_decode_steps(kind, options):
     assert report.evidence["when"].startswith("only on decode steps")
 
 
-_NTK = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}, "max_position_embeddings": 16}
+_NTK = {
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "max_position_embeddings": 16,
+}
 
 
 def test_dynamic_rope_starts_where_the_length_passes_the_trained_one():

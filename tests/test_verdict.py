@@ -35,15 +35,10 @@ def ladder(d64, d32, d16, db16):
         ((4.3, 4.3, 4.3, 4.3), "semantic"),
         ((2e-3, 2e-3, 7e-3, 5e-2), "semantic"),  # lossy store: looks like rounding in bfloat16
         ((None, 2e-3, 7e-3, 5e-2), "semantic"),
-        ((3e-6, 2e-3, 7e-3, 5e-2), "numerical"),  # float32 alone jumps at... see below
     ],
 )
 def test_ladders(sizes, verdict):
-    if sizes == (3e-6, 2e-3, 7e-3, 5e-2):
-        found = decide([rung("float64", 3e-6), rung("float32", 2e-3, at=[4]), rung("bfloat16", 5e-2)], G)
-        assert any("discrete choice" in note for note in found.notes)
-    else:
-        found = decide(ladder(*sizes), G)
+    found = decide(ladder(*sizes), G)
     assert found.verdict == verdict
     assert EXIT_CODES[found.verdict] == {"identical": 0, "numerical": 0, "semantic": 1}[verdict]
 
@@ -151,6 +146,6 @@ def test_shapes_over_the_layers():
     assert profile_shape(profile, -1) == "embedding"
     assert profile_shape(profile, 0) == "block 0, flat"
     assert profile_shape(profile, 2) == "jump at layer 2"
-    assert "window layer" in profile_shape(profile, 1, (False, True, False)) or True
+    assert profile_shape(profile, 1, (False, True, False)) == "jump at layer 1"
     assert profile_shape(profile, 0, (True, False, True)) == "from a window layer on (layer 0)"
     assert profile_shape(profile.assign(max_abs=0.0), None) == "zero everywhere"

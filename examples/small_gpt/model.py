@@ -56,9 +56,10 @@ class SmallGPT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(N_LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         generator = torch.Generator().manual_seed(seed)
-        for weight in self.parameters():
+        for name, weight in self.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            weight.data = 0.12 * noise if weight.ndim > 1 else 1 + 0.05 * noise
+            scale = 1 + 0.05 * noise if "norm" in name and name.endswith("weight") else 0.05 * noise
+            weight.data = 0.12 * noise if weight.ndim > 1 else scale
 
     def _rows(self, new: Tensor, first: int, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         x = self.token(new) + self.place(torch.arange(first, first + len(new)))

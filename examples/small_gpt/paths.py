@@ -1,7 +1,7 @@
 """Two pairs of paths for `mechkv check`: run from this folder
 
-    mechkv check --paths paths:planted     # exit code 1: semantic, positions
-    mechkv check --paths paths:right       # exit code 0: rounding
+mechkv check --paths paths:planted     # exit code 1: semantic, positions
+mechkv check --paths paths:right       # exit code 0: rounding
 """
 
 from dataclasses import dataclass

@@ -20,8 +20,8 @@ class Check:
     model: tyro.conf.Positional[str | None] = None
     """A packaged model (see `mechkv models`), a .gguf file, a local folder or a hub id."""
     paths: str | None = None
-    """module:object with your own functions instead: an object (or, without a name, the module) with the attributes build,
-    cached, recomputed, tokens and n_prompt, and optionally dtypes, modules and stepwise: the arguments of check_paths."""
+    """module:object with your own functions instead: an object (or, without a name, the module) with the attributes
+    build, cached, recomputed, tokens and n_prompt, and optionally dtypes, modules and stepwise, as for check_paths."""
     dtype: tuple[Literal["float64", "float32", "float16", "bfloat16"], ...] = ()
     """Rungs of the ladder; by default all four."""
     steps: int = 12
