@@ -8,6 +8,7 @@ any moment and started again with the same settings, it goes on and ends with th
 """
 
 import sys
+import time
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -82,7 +83,9 @@ def main(settings: Reproduce) -> Path:
     outcomes = {}
     for number, (name, module) in enumerate(chosen.items(), start=1):
         print(f"[{number}/{len(chosen)}] {name}", file=sys.stderr)
+        start = time.perf_counter()
         outcomes[name] = module.run(configs[name], pool, folder / name)
+        print(f"[{number}/{len(chosen)}] {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     manifest = provenance.collect() | {
         "preset": settings.preset,
         "settings": {name: _plain(config) for name, config in configs.items()},
