@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "load_model": "models",
     "from_hf": "models",
-    "recast": "models",
+    "recast": "rebuilding",
     "record": "recording",
     "RunRecord": "recording",
     "compare": "comparison",
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from mechkv.heads import HeadAnalysis, HeadConfig, head_analysis
     from mechkv.interventions import Patch
     from mechkv.kv_difference import localise_kv
-    from mechkv.models import from_hf, load_model, recast
+    from mechkv.models import from_hf, load_model
     from mechkv.onset import DriftOnset, OnsetConfig, drift_onset
     from mechkv.oracle import oracle_study
     from mechkv.patching import PatchSweep, SweepConfig, patch_sweep
@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from mechkv.policies import Strategy
     from mechkv.precision import LadderConfig, PrecisionLadder, precision_ladder
     from mechkv.precision_policy import precision_by_site
+    from mechkv.rebuilding import recast
     from mechkv.recording import RunRecord, record
     from mechkv.reprojection import Reprojection, ReprojectionConfig, reprojection_check
     from mechkv.trajectory import TrajectoryConfig, free_running, teacher_forced

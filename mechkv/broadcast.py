@@ -33,8 +33,9 @@ from mechkv.cache import KVState
 from mechkv.comparison import UNIT_ROUNDOFF, compare_rows
 from mechkv.errors import InputError
 from mechkv.guards import GuardLog, input_device
-from mechkv.models import admit, info, recast, to_dtype
+from mechkv.models import admit, info, to_dtype
 from mechkv.paths import PathRunner
+from mechkv.rebuilding import recast
 from mechkv.stats import cluster_bootstrap, torch_rng
 from mechkv.tokens import as_tokens
 from mechkv.twins import materialise_kv_heads

@@ -23,10 +23,11 @@ from transformers import DynamicCache, PreTrainedModel
 from mechkv.cache import KVState
 from mechkv.errors import InputError
 from mechkv.ladder import Case
-from mechkv.models import admit, from_hf, info, load_model, recast
+from mechkv.models import admit, from_hf, info, load_model
 from mechkv.paths import PathRunner, decode
 from mechkv.policies import Forced
 from mechkv.prompts import format_prompt, word_problems
+from mechkv.rebuilding import recast
 from mechkv.tokens import as_tokens
 
 PREFILLS = (3, 24, 40)

@@ -22,7 +22,8 @@ from mechkv import provenance, storage
 from mechkv.drift_measure import METRICS, DriftConfig, PromptDrift, profile_prompt
 from mechkv.errors import InputError
 from mechkv.guards import input_device
-from mechkv.models import admit, info, recast
+from mechkv.models import admit, info
+from mechkv.rebuilding import recast
 from mechkv.runs import Piece, RunFolder
 from mechkv.sites import CACHE_SITES
 from mechkv.stats import cluster_bootstrap

@@ -29,7 +29,8 @@ from mechkv import provenance, storage
 from mechkv.errors import InputError
 from mechkv.guards import input_device
 from mechkv.head_measure import HEAD_SITES, QUERY_SITES, HeadLayout, head_layout, head_sites, measure_heads
-from mechkv.models import admit, info, recast
+from mechkv.models import admit, info
+from mechkv.rebuilding import recast
 from mechkv.runs import Piece, RunFolder
 from mechkv.stats import cluster_bootstrap
 from mechkv.tokens import as_tokens

@@ -10,7 +10,6 @@ live probe shows that the cache grows and that attention reads it. A model that 
 before, or in another process.
 """
 
-import copy
 import os
 import tempfile
 import weakref
@@ -195,26 +194,6 @@ def admit(
 def info(model: TransformerBridge) -> ModelInfo:
     """What is known about an admitted model."""
     return _ADMITTED[admit(model)]
-
-
-def recast(model: TransformerBridge, dtype: str | torch.dtype) -> TransformerBridge:
-    """The same weights in another dtype, as a new bridge; `model` is left alone.
-
-    The values are those that `model` holds: float16 weights recast to float32 are the float16 values exactly, so the
-    two models compute the same function and differ in arithmetic only. Tables that the architecture computes (rotary
-    frequencies) are made anew, not rounded and widened.
-    """
-    from mechkv.rebuilding import plain_state, rebuild, refit_of
-
-    wanted, known = to_dtype(dtype), info(model)
-    return rebuild(
-        model,
-        dtype=wanted,
-        config=copy.deepcopy(model.original_model.config),
-        state=plain_state(model),
-        refit=refit_of(model),
-        weights=f"{known.dtype} values in {dtype_name(wanted)}",
-    )
 
 
 class _Overwrite:

@@ -1,6 +1,6 @@
 """Which path is nearer the truth?
 
-The truth is the same function, the 16-bit weights as they are, in float64 arithmetic (the oracle: `models.recast`). At
+The truth is the same function, the 16-bit weights as they are, in float64 arithmetic (the oracle: a `recast`). At
 each step, on the same tokens, D(path) = KL(oracle || path) in nats, and the relative L2 distance of the logits. The
 nearer path is the one with the smaller D; a difference of the two D within the oracle's own floor, or equal logits on
 both paths, is a tie. "Decoding with the cache is more accurate" means here: the cached path is the nearer one at more
@@ -41,9 +41,10 @@ from mechkv.forced_study import (
     token_lists,
 )
 from mechkv.guards import GuardLog
-from mechkv.models import admit, info, recast
+from mechkv.models import admit, info
 from mechkv.paths import PathRunner, decode, lockstep
 from mechkv.policies import Forced
+from mechkv.rebuilding import recast
 from mechkv.runs import RunFolder
 from mechkv.stats import PairedTest, cluster_bootstrap, proportion_interval, rng, sign_test
 

@@ -42,7 +42,8 @@ from mechkv.forced_study import (
     run_settings,
     token_lists,
 )
-from mechkv.models import admit, info, load_model, recast, to_dtype
+from mechkv.models import admit, info, load_model, to_dtype
+from mechkv.rebuilding import recast
 from mechkv.runs import RunFolder
 from mechkv.stats import MIN_CLUSTERS, cluster_bootstrap, proportion_interval
 

@@ -1,14 +1,16 @@
 """A new bridge like one that is there: other weights, another configuration or another dtype, the same kind of model.
 
-`models.recast` (another dtype) and `twins` (another parametrisation of the same function) both go through `rebuild`: a
+`recast` (another dtype) and `twins` (another parametrisation of the same function) both go through `rebuild`: a
 fresh Hugging Face model from a configuration, filled with a state dict, then booted and admitted. Nothing of the old
 model is changed, and tables that the architecture computes are made anew. What a configuration cannot say (a score
 scale, rotary tables of another width) is set by a `Refit`, which stays with the new bridge, so that a recast twin is
 still a twin.
 """
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from transformer_lens.model_bridge import TransformerBridge
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from mechkv.errors import ModelError
-from mechkv.models import admit, boot, info
+from mechkv.models import admit, boot, dtype_name, info, to_dtype
 
 Refit = Callable[[PreTrainedModel], None]
 """Sets what a configuration cannot say on a fresh Hugging Face model, before it is booted."""
@@ -78,3 +80,22 @@ def rebuild(
     if refit is not None:
         _REFITS[bridge] = refit
     return admit(bridge, source=source, dtype=dtype, weights=weights)
+
+
+def recast(model: TransformerBridge, dtype: str | torch.dtype) -> TransformerBridge:
+    """The same weights in another dtype, as a new bridge; `model` is left alone.
+
+    The values are those that `model` holds: float16 weights recast to float32 are the float16 values exactly, so the
+    two models compute the same function and differ in arithmetic only. Tables that the architecture computes (rotary
+    frequencies) are made anew, not rounded and widened.
+    """
+    wanted, known = to_dtype(dtype), info(model)
+    config: Any = model.original_model.config
+    return rebuild(
+        model,
+        dtype=wanted,
+        config=copy.deepcopy(config),
+        state=plain_state(model),
+        refit=refit_of(model),
+        weights=f"{known.dtype} values in {dtype_name(wanted)}",
+    )

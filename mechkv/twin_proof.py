@@ -15,9 +15,10 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv.comparison import compare
 from mechkv.errors import GuardError
 from mechkv.guards import input_device
-from mechkv.models import info, recast
+from mechkv.models import info
 from mechkv.paths import Path, decode
 from mechkv.policies import Forced
+from mechkv.rebuilding import recast
 from mechkv.stats import torch_rng
 
 PROOF_TOLERANCE = 2e-6

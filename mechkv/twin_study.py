@@ -34,7 +34,8 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv import provenance, storage
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.errors import InputError
-from mechkv.models import info, recast
+from mechkv.models import info
+from mechkv.rebuilding import recast
 from mechkv.stats import cluster_bootstrap
 from mechkv.twins import Twin, materialise_kv_heads, pad_head_dim, permute_heads, twin_info, window_off
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import mechkv
-from mechkv import models
+from mechkv import models, rebuilding
 from mechkv.errors import GuardError, InputError, ModelError
 from tests.helpers import logits, run
 from tests.tiny import FAMILIES, VOCABULARY, WINDOW, tiny_bridge, tiny_hf, tiny_tokenizer
@@ -232,7 +232,7 @@ def test_recast_keeps_the_values_and_leaves_the_original_alone(family, shared_br
     half = shared_bridge(family, torch.float16)
     held = {name: value.clone() for name, value in half.original_model.state_dict().items()}
     before, random_state = run(half, "cached", n_steps=1), torch.get_rng_state()
-    wide = models.recast(half, "float32")
+    wide = rebuilding.recast(half, "float32")
     assert torch.equal(torch.get_rng_state(), random_state)
     for name, value in wide.original_model.state_dict().items():
         assert value.dtype == torch.float32
@@ -251,7 +251,7 @@ def test_recast_keeps_the_values_and_leaves_the_original_alone(family, shared_br
 
 def test_recast_of_float32_rounds_to_the_nearest_float16():
     model = tiny_bridge()
-    half = models.recast(model, torch.float16)
+    half = rebuilding.recast(model, torch.float16)
     assert torch.equal(run(half, "cached")[-1].logits, run(tiny_bridge(dtype=torch.float16), "cached")[-1].logits)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from mechkv.errors import InputError
 from mechkv.forced_study import ForcedStudy
-from mechkv.models import recast
 from mechkv.oracle import OracleConfig, OracleStudy, distances, oracle_rows, oracle_study
+from mechkv.rebuilding import recast
 from tests.planted import planted
 from tests.tiny import tiny_bridge, tokens
 

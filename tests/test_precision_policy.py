@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from mechkv.errors import InputError
-from mechkv.models import recast
 from mechkv.paths import decode
 from mechkv.policies import Forced
 from mechkv.precision_policy import POLICIES, SITES, SiteConfig, lifted, precision_by_site
+from mechkv.rebuilding import recast
 from tests.tiny import tiny_bridge, tokens
 
 TOKENS = tokens(20, seed=3)

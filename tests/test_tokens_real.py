@@ -5,11 +5,11 @@ import torch
 
 import mechkv
 from mechkv.divergence import TokenDivergenceConfig, token_divergence
-from mechkv.models import recast
 from mechkv.paths import decode
 from mechkv.policies import Forced, Strategy
 from mechkv.precision_policy import SITES, lifted
 from mechkv.prompts import format_prompt, word_problems
+from mechkv.rebuilding import recast
 
 pytestmark = pytest.mark.real
 

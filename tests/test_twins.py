@@ -6,10 +6,10 @@ import torch
 from mechkv import twins
 from mechkv.comparison import compare
 from mechkv.errors import GuardError, InputError, ModelError
-from mechkv.models import info, recast
+from mechkv.models import info
 from mechkv.paths import decode
 from mechkv.policies import Forced
-from mechkv.rebuilding import plain_state, rebuild
+from mechkv.rebuilding import plain_state, rebuild, recast
 from mechkv.twin_proof import PROOF_TOLERANCE, prove
 from mechkv.twins import materialise_kv_heads, pad_head_dim, permute_heads, twin_info, window_off, window_on
 from tests.tiny import WINDOW, tiny_bridge, tokens
