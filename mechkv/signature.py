@@ -178,6 +178,6 @@ def _in_attention(site: str, equal_before: Sequence[str]) -> bool:
 
 
 def _is_projection(name: str) -> bool:
-    words: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "qkv", "query_key_value", "c_attn", "query", "key", "value")
-    words += ("q_norm", "k_norm")
-    return name in ("q", "k", "v", "wq", "wk", "wv") or any(word in name for word in words)
+    words = ("q_proj", "k_proj", "v_proj", "qkv", "query_key_value", "c_attn", "query", "key", "value")
+    norms = ("q_norm", "k_norm")
+    return name in ("q", "k", "v", "wq", "wk", "wv") or any(word in name for word in (*words, *norms))
