@@ -1,5 +1,6 @@
 """A planted error shows in exactly its group, dimension and pair; the numbers read off are those of the tables."""
 
+import functools
 import json
 import math
 
@@ -43,6 +44,12 @@ def planted(model, site, dims, n=14):
     return reduce_pairs(zip(bad, decode(model, text[:-1], **kw), strict=True), head_layout(model))
 
 
+@functools.cache
+def wide(family):
+    """One float64 bridge a family for all planted errors."""
+    return tiny_bridge(family, dtype=torch.float64)
+
+
 def changed_heads(found, site, layer=LAYER):
     rows = found["heads"].query("step == 1 and layer == @layer and site == @site and not bitwise_equal")
     return sorted(rows["head"])
@@ -50,7 +57,7 @@ def changed_heads(found, site, layer=LAYER):
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_an_error_in_one_kv_head_shows_in_its_group_alone(family) -> None:
-    found = planted(tiny_bridge(family, dtype=torch.float64), "cache_v", [3])
+    found = planted(wide(family), "cache_v", [3])
     assert changed_heads(found, "v") == [HEAD]
     assert changed_heads(found, "z") == [2, 3], "query heads 2 and 3 read KV head 1"
     assert changed_heads(found, "q") == changed_heads(found, "rot_k") == []
@@ -65,7 +72,7 @@ def test_an_error_in_one_kv_head_shows_in_its_group_alone(family) -> None:
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_an_error_in_one_rotary_pair_shows_in_that_pair_alone(family) -> None:
-    model = tiny_bridge(family, dtype=torch.float64)
+    model = wide(family)
     layout = head_layout(model)
     found = planted(model, "cache_k", [PAIR, PAIR + layout.d_head // 2])
     dims = found["dims"].query("layer == @LAYER and square > 0")
@@ -78,7 +85,7 @@ def test_an_error_in_one_rotary_pair_shows_in_that_pair_alone(family) -> None:
 
 
 def test_before_rotation_one_dimension_becomes_a_pair_after() -> None:
-    found = planted(tiny_bridge("llama-gqa", dtype=torch.float64), "k", [PAIR])
+    found = planted(wide("llama-gqa"), "k", [PAIR])
     dims = found["dims"].query("layer == @LAYER and square > 0")
     assert set(dims.query("site == 'k'")["dim"]) == {PAIR}
     assert set(dims.query("site == 'rot_k'")["dim"]) == {PAIR, PAIR + 6}
@@ -204,14 +211,14 @@ def test_float32_control_and_resuming(tmp_path) -> None:
 def test_command_line(tmp_path, capsys) -> None:
     from mechkv.cli import main
 
-    tiny_hf("llama-gqa").save_pretrained(tmp_path / "m")
+    tiny_hf("llama-gqa", num_hidden_layers=1).save_pretrained(tmp_path / "m")
     tiny_tokenizer().save_pretrained(tmp_path / "m")
     problems = tmp_path / "p.jsonl"
-    lines = [{"question": f"w{i} w{i + 7} w3 w{2 * i}", "answer": "w1\n#### 1"} for i in range(1, 5)]
+    lines = [{"question": f"w{i} w{i + 7} w3 w{2 * i}", "answer": "w1\n#### 1"} for i in range(1, 3)]
     problems.write_text("\n".join(json.dumps(line) for line in lines))
-    arguments = ["heads", str(tmp_path / "m"), "--prompts", str(problems), "--steps", "2", "--dtype", "float32"]
+    arguments = ["heads", str(tmp_path / "m"), "--prompts", str(problems), "--n-prompts", "2", "--steps", "1"]
     with pytest.raises(SystemExit) as stop:
-        main([*arguments, "--twins", "--json", "--out", str(tmp_path / "out")])
+        main([*arguments, "--dtype", "float32", "--twins", "--json", "--out", str(tmp_path / "out")])
     assert stop.value.code == 0
     tables = json.loads(capsys.readouterr().out)
     assert {row["cause"] for row in tables["verdicts"]} == {"kv_heads", "head_dim"}
