@@ -208,8 +208,17 @@ def test_float32_control_and_resuming(tmp_path) -> None:
         HeadConfig(n_steps=0)
 
 
-def test_command_line(tmp_path, capsys) -> None:
+def test_command_line(tmp_path, capsys, monkeypatch) -> None:
+    from mechkv import plots
     from mechkv.cli import main
+
+    named, save = [], plots.save
+
+    def save_one(figure, place):
+        named.append(place.name)
+        return save(figure, place) if place.name == "profile_by_twin" else place
+
+    monkeypatch.setattr(plots, "save", save_one)  # drawing all of them costs more than the rest
 
     tiny_hf("llama-gqa", num_hidden_layers=1).save_pretrained(tmp_path / "m")
     tiny_tokenizer().save_pretrained(tmp_path / "m")
@@ -223,5 +232,6 @@ def test_command_line(tmp_path, capsys) -> None:
     tables = json.loads(capsys.readouterr().out)
     assert {row["cause"] for row in tables["verdicts"]} == {"kv_heads", "head_dim"}
     assert (tmp_path / "out" / "figures" / "profile_by_twin.png").exists()
+    assert named == ["head_heatmap", "pattern_drift", "drift_by_frequency", "profile_by_twin"]
     assert HeadAnalysis.load(tmp_path / "out" / "heads").dtype == "float32"
     assert mechkv.TwinStudy.load(tmp_path / "out" / "twins").twins["mha"].float64_rel_l2 < 1e-6

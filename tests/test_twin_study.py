@@ -135,6 +135,7 @@ def test_the_experiment(tmp_path, monkeypatch) -> None:
 
     texts = [f"w{i} w{i + 7} w3 w{2 * i} w9 w{i + 30}" for i in range(4)]
     monkeypatch.setattr(head_dimension, "problem_texts", lambda n, file: texts[:n])
+    monkeypatch.setattr(head_dimension.Sweep, "plot", lambda self: {})  # drawn in test_synthetic
     small: dict[str, Any] = {"lengths": (16, 32), "d_heads": (8, 16), "contexts": (16, 32), "seeds": (0, 1)}
     config = head_dimension.Config(dtype="float32", n_steps=2, **small)
     outcome = head_dimension.run(config, Pool(), tmp_path)  # type: ignore[arg-type]
