@@ -167,8 +167,14 @@ def drift_profile(
         GuardError, NonFiniteError: A number would not mean what it seems to mean.
         StorageError: The folder belongs to another run.
     """
-    config = config or DriftConfig()
+    config = DriftConfig() if config is None else config
+    if not isinstance(config, DriftConfig):
+        raise InputError(
+            "config", got=type(config).__name__, expected="a DriftConfig", remedy="Write DriftConfig(n_steps=24)."
+        )
     admit(model)
+    if not (control is None or isinstance(control, str)):
+        admit(control)
     token_lists = _tokens(model, prompts, config, continuations)
     settings = _settings(model, token_lists, config, control, continuations)
     run = RunFolder(folder, settings)
@@ -201,11 +207,14 @@ def _tokens(
     config: DriftConfig,
     continuations: Sequence[Sequence[int]] | None,
 ) -> list[Tensor]:
-    if continuations is not None and (len(continuations) != len(prompts) or not all(continuations)):
+    if continuations is not None and (
+        len(continuations) != len(prompts) or not all(isinstance(c, Sequence) and c for c in continuations)
+    ):
+        kinds = ", ".join(sorted({type(c).__name__ for c in continuations}))
         raise InputError(
             "continuations do not fit the prompts",
-            got=f"{len(continuations)} continuations for {len(prompts)} prompts",
-            expected="one of at least one token for every prompt",
+            got=f"{len(continuations)} continuations ({kinds}) for {len(prompts)} prompts",
+            expected="a list of at least one token id for every prompt",
             remedy="Leave them out to feed the cached path's greedy tokens.",
         )
     n_new = config.n_steps if continuations is None else max(len(c) for c in continuations)

@@ -40,6 +40,13 @@ def as_tokens(
             expected="a list of texts or token tensors",
             remedy="Put it into a list: [prompt].",
         )
+    if not isinstance(prompts, Iterable):
+        raise InputError(
+            "prompts",
+            got=type(prompts).__name__,
+            expected="a list of texts or token tensors",
+            remedy="Give at least one: ['The capital of France is'].",
+        )
     result = []
     for index, prompt in enumerate(prompts):
         where = f"prompt {index}"
