@@ -53,9 +53,9 @@ class CheckReport:
             path against itself), unit roundoff, flipped positions, first position beyond the bound.
         frame: One row per case, dtype and position: difference, bound, flip, both margins.
         profile: One row per layer (-1: what enters block 0) at the first bad position: difference and bound.
-        first_position: Absolute position of the first logits beyond the bound.
+        first_position: Absolute position of the first logits beyond the bound, or not finite.
         first_step: Its decode step (0: the prompt).
-        first_layer: The first layer beyond its bound; -1 is the embedding.
+        first_layer: The first layer beyond its bound, or not finite; -1 is the embedding.
         kind: What kind of difference, as coarse as the evidence (`signature.Kind`).
         convicted: `cached`, `recomputed`, or None.
         evidence: Everything else, as plain values.
@@ -252,7 +252,7 @@ def _report(examined: Sequence[CaseReport]) -> CheckReport:
         profile=profile,
         first_position=first,
         first_step=None if first is None else max(0, first - worst.case.n_prompt + 1),
-        first_layer=place.layer if place is not None and signature is not None else None,
+        first_layer=worst.first_layer,
         kind=signature.kind if signature else None,
         convicted=signature.convicted if signature else None,
         evidence=_evidence(examined, worst, signature),
@@ -271,10 +271,17 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
         "site": place.site if place else None,
         "equal_before": list(place.equal_before) if place else [],
         "tables": list(place.tables) if place else [],
+        "layers_wrong_by_themselves": None if place is None or place.own is None else list(place.own),
+        "nonfinite": {path: asdict(spoiled) for path, spoiled in worst.spoiled.items()},
         "references": asdict(references) if references else None,
         "cases": {report.case.name: report.decision.verdict for report in examined},
     }
     text = {"text": signature.text, "when": signature.when, "because": signature.because} if signature else {}
+    found["notes"] += [
+        f"on the {path} path the first module that is not finite is {s.site} (layer {s.layer}); what came before it "
+        f"stays within {s.largest_before:.2g}"
+        for path, s in worst.spoiled.items()
+    ]
     if references and references.changed_buffers:
         names = ", ".join(references.changed_buffers)
         found["notes"].append(f"the model carries state from call to call: {names} changes while it runs")
