@@ -29,6 +29,7 @@ from mechkv.errors import CacheError, InputError
 from mechkv.examine import CaseReport, Examiner, Modules
 from mechkv.ladder import Case, PathFunction
 from mechkv.models import dtype_name, to_dtype
+from mechkv.plain_json import to_json
 from mechkv.signature import Signature
 from mechkv.verdict import EXIT_CODES, ROUNDOFF, VERDICTS, bounds
 
@@ -81,19 +82,20 @@ class CheckReport:
         return EXIT_CODES[self.verdict]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; NaN becomes None."""
+        """Plain values, for JSON; NaN and infinity become None."""
         names = ("verdict", "reason", "first_position", "first_step", "first_layer", "kind", "convicted", "evidence")
         found = {name: getattr(self, name) for name in names} | {"exit_code": self.exit_code}
         for name in ("rungs", "profile"):
             found[name] = json.loads(getattr(self, name).to_json(orient="records"))
-        return found | {"provenance": self.provenance}
+        return json.loads(to_json(found | {"provenance": self.provenance}, nan_as_null=True))
 
     def save(self, folder: Path | str) -> Path:
         """Write tables (parquet) and the rest (JSON) to a folder, sealed last."""
         place = Path(folder)
         for name in ("rungs", "frame", "profile"):
             storage.write_frame(place / f"{name}.parquet", getattr(self, name))
-        storage.write_json(place / "check.json", {k: v for k, v in asdict(self).items() if k not in _TABLES})
+        rest = {name: value for name, value in asdict(self).items() if name not in _TABLES}
+        storage.write_json(place / "check.json", rest, nan_as_null=True)
         storage.seal(place, KIND, {"verdict": self.verdict})
         return place
 
@@ -196,7 +198,7 @@ def check(
     try:
         build = model_build(model_or_source, device)
         cases = model_cases(
-            build.first(wanted), prompts, n_steps=n_steps, chunk=chunk, batched=batched, left_padded=left_padded
+            build.first(wanted[::-1]), prompts, n_steps=n_steps, chunk=chunk, batched=batched, left_padded=left_padded
         )
         examined = Examiner(build, lambda bridge: bridge.original_model).run(cases, wanted)
     except CacheError as error:
@@ -282,6 +284,9 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
         f"stays within {s.largest_before:.2g}"
         for path, s in worst.spoiled.items()
     ]
+    if worst.decision.verdict == "nonfinite" and not worst.spoiled:
+        broken = [rung.evidence for rung in worst.rungs if rung.evidence.status == "nonfinite"]
+        found["notes"] += [f"{evidence.dtype}: {evidence.error}" for evidence in broken]
     if references and references.changed_buffers:
         names = ", ".join(references.changed_buffers)
         found["notes"].append(f"the model carries state from call to call: {names} changes while it runs")

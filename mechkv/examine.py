@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mechkv import localise
 from mechkv.conditioning import N_PROBES, modules_in, perturbed, weights_in
-from mechkv.errors import MechkvError
+from mechkv.errors import MechkvError, NonFiniteError
 from mechkv.ladder import PATHS, UNRUNNABLE, Builder, Caller, Case, Rung, climb, size, takes_n_prompt
 from mechkv.localise import Limits, Trace
 from mechkv.signature import References, Signature, describe, profile_shape
@@ -84,7 +84,8 @@ class Examiner:
 
     def run(self, cases: Sequence[Case], dtypes: Sequence[torch.dtype]) -> list[CaseReport]:
         """All cases."""
-        climbed = climb(self.build, cases, dtypes, self.call)
+        climbed, finest = climb(self.build, cases, dtypes, self.call)
+        self._used = None if finest is None else (dtypes[0], finest)
         climbed = [self._again(case, rungs) for case, rungs in zip(cases, climbed, strict=True)]
         sensitivities = self._sensitivities(cases, climbed)
         reports = []
@@ -112,13 +113,15 @@ class Examiner:
         return done
 
     def _sensitivities(self, cases: Sequence[Case], climbed: Sequence[list[Rung]]) -> list[tuple[float, ...] | None]:
-        """G(p) of every case, from N_PROBES perturbations in the most precise rung."""
+        """G(p) of every case, from N_PROBES perturbations in the most precise rung; an object is compared with itself,
+        so the one that was climbed with will do."""
         tops = [_top(rungs) for rungs in climbed]
         found: list[tuple[float, ...] | None] = [None] * len(cases)
         for dtype in dict.fromkeys(_dtype(top) for top in tops if top is not None):
             mine = [i for i, top in enumerate(tops) if top is not None and _dtype(top) == dtype]
-            thing, unit = self.build(dtype), _probe_unit(dtype)
-            self._used = (dtype, thing)
+            if self._used is None or self._used[0] != dtype:
+                self._used = (dtype, self.build(dtype))
+            thing, unit = self._used[1], _probe_unit(dtype)
             weights = weights_in(thing)
             if not weights:
                 continue
@@ -170,7 +173,11 @@ class Examiner:
     def _spoiled(self, report: CaseReport) -> dict[str, localise.Spoiled]:
         """Where each path stops being finite, on a fresh object of the rung that shows it."""
         rung = next(r for r in report.rungs if r.evidence.dtype == report.decision.rung)
-        thing, found = self.build(_dtype(rung)), {}
+        found: dict[str, localise.Spoiled] = {}
+        try:
+            thing = self.build(_dtype(rung))
+        except NonFiniteError:  # said in the rung's error
+            return found
         for path in rung.evidence.nonfinite if self._models(thing) else ():
             seen = localise.first_nonfinite(self._trace(thing, report.case, path, None))
             if seen is not None and seen.layer is not None and seen.layer >= 0:

@@ -141,7 +141,7 @@ class Place:
         equal_before: Modules of that block that ran before and are within their bounds.
         tables: Names of position tables (rotary cosines and sines) that differ at that row.
         profile: One row per layer (-1: embedding): max abs and relative difference at the row, and the bound.
-        own: Layers that differ at that row when they are given the other path's input; None when that was not looked at.
+        own: Layers that differ at that row when they are given the other path's input; None where it was not tried.
     """
 
     layer: int | None

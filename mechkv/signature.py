@@ -76,6 +76,9 @@ def profile_shape(
     if not len(profile):
         return "no layers within reach"
     if layer is None:
+        over = profile[profile["max_abs"] > profile["bound"]]
+        if len(over):
+            return f"beyond the bound of layer {int(over['layer'].iloc[0])}, though the logits are within theirs"
         return "zero everywhere" if (profile["max_abs"] == 0).all() else "smooth growth"
     if layer < 0:
         return "embedding"

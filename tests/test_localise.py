@@ -1,4 +1,4 @@
-"""Where two paths first differ, on models with a known mistake: layers that are wrong by themselves, and NaN's origin."""
+"""Where two paths first differ, on models with a known mistake: layers wrong by themselves, and where NaN begins."""
 
 import math
 from functools import partial
@@ -93,12 +93,7 @@ def test_a_path_that_repeats_tokens_cannot_be_fed():
 
 
 def test_infinite_mask_is_followed_to_the_first_attention():
-    def infinite(net, fed, n_prompt):
-        row = torch.cat([fed.new_zeros(c.PADS), fed])
-        mask = torch.full((len(row), len(row)), -math.inf).triu(1).to(net.dtype)
-        mask[:, : c.PADS] = -math.inf
-        return net(row[None], attention_mask=mask[None, None], use_cache=False).logits[0, c.PADS + n_prompt - 1 :]
-
+    infinite = partial(c.pads_by_mask, hidden=-math.inf)
     report = c.check(c.builder("llama"), infinite, c.full, dtypes=("float32", "float16"))
     assert (report.verdict, report.first_layer, report.first_position) == ("nonfinite", 0, 5)
     assert list(report.evidence["nonfinite"]) == ["cached"]
