@@ -284,6 +284,7 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
         f"stays within {s.largest_before:.2g}"
         for path, s in worst.spoiled.items()
     ]
+    found["notes"] += _sampled_note(worst) if worst.decision.bad else []
     if worst.decision.verdict == "nonfinite" and not worst.spoiled:
         broken = [rung.evidence for rung in worst.rungs if rung.evidence.status == "nonfinite"]
         found["notes"] += [f"{evidence.dtype}: {evidence.error}" for evidence in broken]
@@ -300,6 +301,14 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
     if bad and len(bad) < len(examined):
         found["notes"].append(f"semantic only in: {', '.join(bad)}")
     return found | text
+
+
+def _sampled_note(report: CaseReport) -> list[str]:
+    """Where only some positions were compared, the first bad one may lie before the first that was seen."""
+    positions, first = report.case.positions, report.decision.bad[0]
+    if first == 0 or positions[first] - positions[first - 1] == 1:
+        return []
+    return [f"positions {positions[first - 1] + 1} to {positions[first] - 1} were not compared: it may begin there"]
 
 
 def _store_note(profile: pd.DataFrame, layer: int) -> list[str]:

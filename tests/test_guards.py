@@ -74,7 +74,7 @@ def test_attention_over_fewer_keys_than_the_cache_holds_is_refused(shared_bridge
     shared_bridge()  # admitted before the fault
     monkeypatch.setattr(PathRunner, "_measure", narrow)
     assert run(shared_bridge(), "cached", n_steps=0)
-    with pytest.raises(GuardError, match="attention of layer 1 did not see.*got a pattern over 13 keys; expected 14"):
+    with pytest.raises(GuardError, match=r"attention of layer 1 did not see.*got a pattern over 13 keys; expected 14"):
         run(shared_bridge(), "cached", n_steps=1)
 
 
