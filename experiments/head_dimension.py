@@ -22,7 +22,7 @@ from mechkv.models import info
 from mechkv.report import Section
 from mechkv.runs import Piece, RunFolder
 from mechkv.synthetic import LayerShape, Sweep, layer_sweep, model_sweep, sum_sweep
-from mechkv.twin_study import PREDICTIONS, TwinConfig, TwinStudy, standard_twins, twin_study
+from mechkv.twin_drift import PREDICTIONS, TwinConfig, TwinStudy, standard_twins, twin_study
 
 NAME = "head_dimension"
 CAUSES = {"kv_heads": "grouped queries", "head_dim": "head dimension", "window": "sliding window"}
@@ -120,7 +120,7 @@ def run(config: Config, pool: ModelPool, folder: Path) -> Outcome:
 
 
 def twin_findings(study: TwinStudy, shared: Broadcast | None, place: str) -> list[Finding]:
-    """C4 cause by cause, by the rule that `mechkv.twin_study` fixes."""
+    """C4 cause by cause, by the rule that `mechkv.twin_drift` fixes."""
     effects = study.effects().set_index(["cause", "measure"])
     findings = []
     for row in study.verdicts().itertuples():

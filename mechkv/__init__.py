@@ -57,8 +57,8 @@ _WHERE = {
     "window_off": "twins",
     "window_on": "twins",
     "permute_heads": "twins",
-    "TwinStudy": "twin_study",
-    "twin_study": "twin_study",
+    "TwinStudy": "twin_drift",
+    "twin_study": "twin_drift",
     "CheckReport": "checking",
     "check": "checking",
     "check_paths": "checking",
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from mechkv.recording import RunRecord, record
     from mechkv.reprojection import Reprojection, ReprojectionConfig, reprojection_check
     from mechkv.trajectory import TrajectoryConfig, free_running, teacher_forced
-    from mechkv.twin_study import TwinStudy, twin_study
+    from mechkv.twin_drift import TwinStudy, twin_study
     from mechkv.twins import materialise_kv_heads, pad_head_dim, permute_heads, window_off, window_on
 
 

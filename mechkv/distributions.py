@@ -241,6 +241,9 @@ def _top_k_mask(z: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 def check_pair(a: Tensor, b: Tensor) -> None:
     """Refuse a pair that could only be compared after broadcasting, casting or moving."""
+    for value in (a, b):
+        if not isinstance(value, Tensor):
+            raise InputError("not tensors", got=type(value).__name__, expected="two tensors", remedy="torch.tensor(x).")
     for name, got, expected in (
         ("shapes", tuple(a.shape), tuple(b.shape)),
         ("dtypes", a.dtype, b.dtype),

@@ -69,6 +69,10 @@ class DriftProfile:
         """Mean of `metric` over steps >= 1 per dtype, site, provenance and layer, with a 95 % interval that resamples
         prompts, beside the share of steps that are bitwise equal. Rows whose metric is undefined are counted, not
         averaged (`n_undefined`)."""
+        if metric not in METRICS:
+            raise InputError(
+                "unknown metric", got=repr(metric), expected=f"one of {', '.join(METRICS)}", remedy="Name one."
+            )
         keys = ["dtype", "site", "provenance", "layer"]
         decoded = self.frame[self.frame["step"] > 0]
         defined = decoded[decoded[metric].notna()]
@@ -79,8 +83,9 @@ class DriftProfile:
         return table.merge(rest.reset_index(), on=keys).assign(metric=metric)
 
     def onset(self) -> pd.DataFrame:
-        """Per dtype and prompt the first step at which any activation or newly written K/V row differs, and the first
-        layer and site at that step in the order of computation; missing where the paths never differ."""
+        """Per dtype and prompt the first step at which any activation or K/V row differs (old rows too: the recomputed
+        path computes them anew), and the first layer and site at that step in the order of computation; missing where
+        the paths never differ. `kv_step` is the first step with a differing K/V row."""
         order = {site: i for i, site in enumerate(("resid_pre", *CACHE_SITES, "attn_out", "resid_mid", "mlp_out"))}
         rows = []
         for (dtype, prompt), part in self.frame.groupby(["dtype", "prompt"], sort=False, observed=True):
@@ -167,8 +172,14 @@ def drift_profile(
         GuardError, NonFiniteError: A number would not mean what it seems to mean.
         StorageError: The folder belongs to another run.
     """
-    config = config or DriftConfig()
+    config = DriftConfig() if config is None else config
+    if not isinstance(config, DriftConfig):
+        raise InputError(
+            "config", got=type(config).__name__, expected="a DriftConfig", remedy="Write DriftConfig(n_steps=24)."
+        )
     admit(model)
+    if not (control is None or isinstance(control, str)):
+        admit(control)
     token_lists = _tokens(model, prompts, config, continuations)
     settings = _settings(model, token_lists, config, control, continuations)
     run = RunFolder(folder, settings)
@@ -201,11 +212,14 @@ def _tokens(
     config: DriftConfig,
     continuations: Sequence[Sequence[int]] | None,
 ) -> list[Tensor]:
-    if continuations is not None and (len(continuations) != len(prompts) or not all(continuations)):
+    if continuations is not None and (
+        len(continuations) != len(prompts) or not all(isinstance(c, Sequence) and c for c in continuations)
+    ):
+        kinds = ", ".join(sorted({type(c).__name__ for c in continuations}))
         raise InputError(
             "continuations do not fit the prompts",
-            got=f"{len(continuations)} continuations for {len(prompts)} prompts",
-            expected="one of at least one token for every prompt",
+            got=f"{len(continuations)} continuations ({kinds}) for {len(prompts)} prompts",
+            expected="a list of at least one token id for every prompt",
             remedy="Leave them out to feed the cached path's greedy tokens.",
         )
     n_new = config.n_steps if continuations is None else max(len(c) for c in continuations)
@@ -245,7 +259,7 @@ def _control_dtype(control: Any, main: str) -> str | None:
     if isinstance(control, str):
         if control != "float32":
             raise InputError(
-                "unknown control", got=control, expected="'float32', a bridge or None", remedy="See above."
+                "unknown control", got=control, expected="'float32', a bridge or None", remedy="Leave it out."
             )
         return None if main in ("float32", "float64") else control
     found = info(control).dtype

@@ -74,6 +74,9 @@ class DriftConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("n_steps", "split_every", "n_repeats", "seed"):
+            if type(getattr(self, name)) is not int:
+                raise InputError(name, got=repr(getattr(self, name)), expected="a whole number", remedy="Pass an int.")
         if self.n_steps < 1:
             raise InputError("too few steps", got=self.n_steps, expected="at least 1", remedy="Step 0 cannot drift.")
         if self.split_every < 0 or not 1 <= self.n_repeats <= self.n_steps:
@@ -82,6 +85,10 @@ class DriftConfig:
                 got=f"split_every={self.split_every}, n_repeats={self.n_repeats}",
                 expected=f"split_every >= 0 and n_repeats in 1..{self.n_steps}",
                 remedy="At least one step is repeated: a profile without its floor means nothing.",
+            )
+        if isinstance(self.sites, str):
+            raise InputError(
+                "sites", got=repr(self.sites), expected="a sequence of names", remedy=f"Write ({self.sites!r},)."
             )
         wrong = [site for site in self.sites if AXES.get(site) != "pos d_model"]
         if wrong or not self.sites:

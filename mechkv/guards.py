@@ -143,7 +143,8 @@ def check_cache(
                 f"attention of layer {layer} did not see the cache",
                 got=f"a pattern over {widths[layer]} keys" if layer in widths else "no attention pattern",
                 expected=f"{held + n_new} keys",
-                remedy="The attention module does not read what the cache returned, or is not the eager one.",
+                remedy="The attention module does not read what the cache returned, is not the eager one, or its "
+                "Hugging Face model was wrapped again later: then use the newer bridge.",
             )
         if not edited:
             _check_old_rows(before, after, layer)

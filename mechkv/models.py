@@ -15,6 +15,7 @@ import tempfile
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # what torch raises for a damaged .bin; nothing is unpickled here
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def to_device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
         torch.zeros(1, device=found).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         first = str(error).strip().splitlines()[0]
         raise InputError(
             "this device cannot be used",
@@ -130,6 +131,13 @@ def load_model(
         ModelError: It cannot be fetched or is not a causal decoder.
         GuardError: It was loaded and is not what was asked for.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise InputError(
+            "not the source of a model",
+            got=type(source).__name__,
+            expected="a name, a path or a hub id",
+            remedy="For a model in memory use mechkv.from_hf(hf_model, tokenizer).",
+        )
     wanted, name = to_dtype(dtype), os.fspath(source)
     place = None if device_map is not None else to_device(device)
     folder, how = _locate(name)
@@ -148,9 +156,18 @@ def from_hf(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         tokenizer: Its tokenizer, if prompts are to be given as text.
 
     Raises:
+        InputError: Not a Hugging Face model. A bridge is refused as well: wrapped again, it would lose its hooks.
         ModelError: Not a causal decoder, or a family that TransformerLens has no adapter for.
         GuardError: The guards of `admit`.
     """
+    if not isinstance(hf_model, PreTrainedModel):
+        raise InputError(
+            "not a Hugging Face model",
+            got=type(hf_model).__name__,
+            expected="a transformers PreTrainedModel",
+            remedy="A TransformerBridge needs no wrapping: pass it as it is. For a name or a path use "
+            "mechkv.load_model(source).",
+        )
     floating = [p.dtype for p in hf_model.parameters() if p.is_floating_point()]
     if not floating:
         raise ModelError("no floating-point weights", got="none", expected="dense weights", remedy="Dequantise first.")
@@ -250,6 +267,13 @@ def _locate(name: str) -> tuple[str, str]:
                 remedy="Save with model.save_pretrained(folder) and tokenizer.save_pretrained(folder).",
             )
         return str(path), "folder"
+    if path.is_file() or path.is_absolute() or name.startswith("."):
+        raise ModelError(
+            "not a model",
+            got=f"{name}, {'a file' if path.is_file() else 'which does not exist'}",
+            expected="a folder in Hugging Face format or a .gguf file",
+            remedy="Check the path; a hub id looks like owner/name.",
+        )
     return name, "hub"
 
 
@@ -267,12 +291,15 @@ def _pretrained(folder: str, how: str, dtype: torch.dtype, device_map: Any, revi
         _refuse_gaps(folder, report)
         return model.eval()
 
-    if how == "hub":  # files that are here already come first
-        try:
-            return load(local_files_only=True)
-        except (OSError, ValueError):
-            pass
-    return _guarded(load, folder, how)
+    def fetch() -> PreTrainedModel:
+        if how == "hub":  # files that are here already come first
+            try:
+                return load(local_files_only=True)
+            except (OSError, ValueError):
+                pass
+        return load()
+
+    return _guarded(fetch, folder, how)
 
 
 def _refuse_gaps(folder: str, report: dict[str, Any]) -> None:
@@ -301,7 +328,7 @@ def _guarded(load, name: str, how: str):
         return load()
     except MechkvError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         expected = (
             "a causal language model in Hugging Face format"

@@ -34,7 +34,7 @@ from mechkv.reduction import summation_line
 if TYPE_CHECKING:
     from mechkv.heads import HeadAnalysis
     from mechkv.synthetic import Sweep
-    from mechkv.twin_study import TwinStudy
+    from mechkv.twin_drift import TwinStudy
 
 
 def profile_by_twin(study: "TwinStudy") -> Figure:

@@ -191,7 +191,7 @@ def sample(problems: Sequence[Problem], n: int, seed: int | None = None) -> list
     With a seed, problems are ordered by the SHA-256 of seed and id. So the choice is the same on every platform and for
     every order of the file, and a larger `n` keeps what a smaller one chose.
     """
-    if isinstance(n, bool) or not 1 <= n <= len(problems):
+    if type(n) is not int or not 1 <= n <= len(problems):
         raise InputError(
             "number of problems to take",
             got=n,

@@ -36,7 +36,7 @@ from mechkv import guards, provenance, record_folder
 from mechkv.cache import KVState
 from mechkv.errors import InputError
 from mechkv.guards import GuardLog
-from mechkv.models import ModelInfo, info
+from mechkv.models import ModelInfo, admit, info, to_device
 from mechkv.paths import Intervention, Path, PathRunner, Step, decode
 from mechkv.policies import Forced
 from mechkv.record_rows import Buffer, Row, count_bytes, own_state, plan_rows
@@ -203,7 +203,9 @@ def record(
         StorageError: The folder holds something else, or the disk is full.
         GuardError, NonFiniteError: From the decode loop.
     """
+    admit(model)
     _check_tokens(model, tokens, n_prompt)
+    place = to_device(device)
     names = _names(model, sites)
     PathRunner(model, path, sites=names, interventions=interventions)  # refuses what it cannot run
     if shard_steps < 1:
@@ -213,7 +215,7 @@ def record(
     _check_size(n_bytes, limit_bytes)
     run = Run(model, tokens, n_prompt, path, names, rows, tuple(interventions), keep_states, n_bytes, progress)
     if folder is None:
-        return _in_memory(run, torch.device(device))
+        return _in_memory(run, place)
     settings = run.facts(GuardLog()) | {
         "keep_states": keep_states,
         "shard_steps": shard_steps,
@@ -359,8 +361,9 @@ def _in_memory(run: Run, device: torch.device) -> RunRecord:
 
 
 def _check_tokens(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> None:
-    guards.check_tokens(model, tokens, len(tokens))
-    if isinstance(n_prompt, bool) or not 1 <= n_prompt <= len(tokens):
+    n_tokens = len(tokens) if isinstance(tokens, Tensor) and tokens.ndim else 0
+    guards.check_tokens(model, tokens, n_tokens)
+    if type(n_prompt) is not int or not 1 <= n_prompt <= len(tokens):
         raise _bad_prompt_length(n_prompt, len(tokens))
 
 

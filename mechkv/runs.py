@@ -37,7 +37,7 @@ class RunFolder:
             return
         path = self.folder / _SETTINGS
         if not path.exists():
-            if self.folder.exists() and any(self.folder.iterdir()):
+            if self.folder.is_dir() and any(self.folder.iterdir()):
                 raise StorageError(
                     f"{self.folder} cannot be used for this run",
                     got="a folder with other files in it",

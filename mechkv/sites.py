@@ -92,6 +92,8 @@ def resolve(model: TransformerBridge, names: Sequence[str], layers: Sequence[int
     hooks = model.hook_dict
     taps: list[Tap] = []
     for name in dict.fromkeys(names):
+        if not isinstance(name, str):
+            raise InputError("not a site", got=repr(name), expected="a name", remedy=_HOOK_HINT)
         if name in CACHE_SITES or name == "logits":
             continue
         if name in HOOKS:

@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -321,7 +321,8 @@ def _replacing(target: Path, n_bytes: int) -> Iterator[Path]:
             os.replace(part, target)
             _sync_folder(target.parent)
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # below a file there is nothing to remove; the error above says so
+            part.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

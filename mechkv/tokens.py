@@ -1,7 +1,7 @@
 """Which tokens are decoded? Prompts, given as texts or as token tensors, become checked token tensors.
 
 Conventions
-    One int64 tensor of shape [pos] a prompt: batch size is 1 on both paths (design rule 6), so there is no padding.
+    One int64 tensor of shape [pos] a prompt: batch size is 1 on both paths, so there is no padding.
     Texts are tokenised as the tokenizer does by default, with its begin-of-text token where it adds one. Tensors are
     taken as they are (a copy, on their own device).
 Controls
@@ -39,6 +39,13 @@ def as_tokens(
             got=f"a single {type(prompts).__name__}",
             expected="a list of texts or token tensors",
             remedy="Put it into a list: [prompt].",
+        )
+    if not isinstance(prompts, Iterable):
+        raise InputError(
+            "prompts",
+            got=type(prompts).__name__,
+            expected="a list of texts or token tensors",
+            remedy="Give at least one: ['The capital of France is'].",
         )
     result = []
     for index, prompt in enumerate(prompts):

@@ -23,7 +23,7 @@
 import mechkv
 from mechkv import plots_heads, synthetic, twins
 from mechkv.prompts import format_prompt, word_problems
-from mechkv.twin_study import TwinConfig
+from mechkv.twin_drift import TwinConfig
 
 model = mechkv.load_model("smollm2-135m", dtype="bfloat16")
 prompts = [format_prompt(problem) for problem in word_problems()[:4]]

@@ -79,7 +79,7 @@ class Heads:
         return 0
 
     def _study(self, model, texts: list[str]):
-        from mechkv.twin_study import TwinConfig, standard_twins, twin_study
+        from mechkv.twin_drift import TwinConfig, standard_twins, twin_study
 
         longest = max(len(model.tokenizer(text)["input_ids"]) for text in texts) + self.steps
         return twin_study(

@@ -13,7 +13,7 @@ import mechkv.twins
 from experiments import head_dimension
 from mechkv.errors import InputError, StorageError
 from mechkv.stats import rng
-from mechkv.twin_study import MODEL, TwinConfig, TwinStudy, judge, standard_twins, twin_study
+from mechkv.twin_drift import MODEL, TwinConfig, TwinStudy, judge, standard_twins, twin_study
 from mechkv.twins import Twin, materialise_kv_heads, window_off
 from tests.tiny import WINDOW, tiny_bridge, tokens
 
