@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mechkv import provenance, storage
 from mechkv.check_model import model_build, model_cases
-from mechkv.errors import CacheError, InputError
+from mechkv.errors import CacheError, InputError, StorageError
 from mechkv.examine import CaseReport, Examiner, Modules
 from mechkv.ladder import Case, PathFunction
 from mechkv.models import dtype_name, to_dtype
@@ -122,6 +122,27 @@ class CheckReport:
 _TABLES = ("rungs", "frame", "profile")
 
 
+def prepare_folder(folder: Path | str) -> None:
+    """Refuse a folder that a report cannot be saved to, before anything is run.
+
+    Raises:
+        StorageError: It cannot be written, or holds files that are not a report's.
+    """
+    place = Path(folder)
+    ours = {"check.json", storage.INDEX, *(f"{name}.parquet" for name in _TABLES)}
+    foreign = sorted(file.name for file in place.iterdir() if file.name not in ours) if place.is_dir() else []
+    if foreign:
+        raise StorageError(
+            f"{place} cannot be used for a report",
+            got=f"a folder with other files in it, such as {foreign[0]}",
+            expected="a new or empty folder, or that of an earlier report",
+            remedy="Give another folder.",
+        )
+    trial = place / ".trial"
+    storage.write_bytes(trial, b"")
+    trial.unlink()
+
+
 def check_paths(
     build: Callable[[torch.dtype], Any],
     cached: PathFunction,
@@ -151,12 +172,16 @@ def check_paths(
     Raises:
         InputError: Something that cannot be compared, or paths that run in no precision.
     """
-    if tokens.ndim != 1 or tokens.is_floating_point():
-        raise InputError("tokens", got=list(tokens.shape), expected="[pos] integers", remedy="Pass one sequence.")
-    if not 1 <= n_prompt < len(tokens):
+    for role, function in (("build", build), ("cached", cached), ("recomputed", recomputed)):
+        if not callable(function):
+            raise InputError(role, got=type(function).__name__, expected="a function", remedy="See check_paths.")
+    if not isinstance(tokens, Tensor) or tokens.ndim != 1 or tokens.is_floating_point():
+        got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise InputError("tokens", got=got, expected="a tensor of [pos] integers", remedy="Pass one sequence.")
+    if type(n_prompt) is not int or not 1 <= n_prompt < len(tokens):
         raise InputError(
             "n_prompt leaves nothing to decode",
-            got=f"{n_prompt} of {len(tokens)} tokens",
+            got=f"{n_prompt!r} of {len(tokens)} tokens",
             expected=f"1 to {len(tokens) - 1}",
             remedy="Pass the prompt and some tokens after it.",
         )

@@ -96,7 +96,7 @@ def test_arguments_of_another_kind_are_refused(model, arguments, words) -> None:
 
 @pytest.mark.parametrize("wrong", [2.5, True, "3"])
 def test_numbers_that_are_not_whole_are_refused(wrong) -> None:
-    with pytest.raises(InputError, match="n_steps: got .*whole number"):
+    with pytest.raises(InputError, match=r"n_steps: got .*whole number"):
         drift.DriftConfig(n_steps=wrong)
     with pytest.raises(InputError, match="number of problems"):
         sample(word_problems(), wrong)
