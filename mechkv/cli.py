@@ -50,8 +50,9 @@ def main(argv: list[str] | None = None) -> None:
         config=(tyro.conf.AvoidSubcommands,),
     )
     try:
-        code = command.run()
-        sys.stdout.flush()
+        with _Crash():
+            code = command.run()
+            sys.stdout.flush()
     except MechkvError as error:
         print(f"mechkv: {error}", file=sys.stderr)
         code = next(value for kind, value in EXIT_CODES.items() if isinstance(error, kind))
@@ -61,7 +62,16 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
-    except Exception:  # noqa: BLE001 Python would exit with 1, which `check` uses for a verdict
-        traceback.print_exc()
-        code = UNFORESEEN
     raise SystemExit(code)
+
+
+class _Crash:
+    """Lets pass what `main` knows; shows the rest and exits with `UNFORESEEN`, for 1 is a verdict of `check`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, MechkvError | BrokenPipeError):
+            traceback.print_exception(error)
+            raise SystemExit(UNFORESEEN)
