@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Int
@@ -25,13 +24,14 @@ from torch import Tensor
 
 from mechkv import provenance, storage
 from mechkv.check_model import model_build, model_cases
-from mechkv.errors import CacheError, InputError
+from mechkv.check_tables import first_flips, flip_words, position_frame, rung_rows, rung_table
+from mechkv.errors import CacheError, InputError, StorageError
 from mechkv.examine import CaseReport, Examiner, Modules
 from mechkv.ladder import Case, PathFunction
 from mechkv.models import dtype_name, to_dtype
 from mechkv.plain_json import to_json
 from mechkv.signature import Signature
-from mechkv.verdict import EXIT_CODES, ROUNDOFF, VERDICTS, bounds
+from mechkv.verdict import EXIT_CODES, ROUNDOFF, VERDICTS
 
 __all__ = ["DTYPES", "CheckReport", "check", "check_paths"]
 
@@ -115,13 +115,34 @@ class CheckReport:
             lines += [f"  first      position {self.first_position}, step {self.first_step}, layer {self.first_layer}"]
             lines += [f"  which side {self.convicted or 'undecided'}: {self.evidence['because']}"]
         for flip in self.evidence.get("flips", [])[:1]:
-            lines.append(f"  first flip {_flip_words(flip)}")
+            lines.append(f"  first flip {flip_words(flip)}")
         lines += [f"  note       {note}" for note in self.evidence.get("notes", [])]
-        lines += ["", _table(self.rungs)] if len(self.rungs) else []
+        lines += ["", rung_table(self.rungs)] if len(self.rungs) else []
         return "\n".join(lines)
 
 
 _TABLES = ("rungs", "frame", "profile")
+
+
+def prepare_folder(folder: Path | str) -> None:
+    """Refuse a folder that a report cannot be saved to, before anything is run.
+
+    Raises:
+        StorageError: It cannot be written, or holds files that are not a report's.
+    """
+    place = Path(folder)
+    ours = {"check.json", storage.INDEX, *(f"{name}.parquet" for name in _TABLES)}
+    foreign = sorted(file.name for file in place.iterdir() if file.name not in ours) if place.is_dir() else []
+    if foreign:
+        raise StorageError(
+            f"{place} cannot be used for a report",
+            got=f"a folder with other files in it, such as {foreign[0]}",
+            expected="a new or empty folder, or that of an earlier report",
+            remedy="Give another folder.",
+        )
+    trial = place / ".trial"
+    storage.write_bytes(trial, b"")
+    trial.unlink()
 
 
 def check_paths(
@@ -153,12 +174,16 @@ def check_paths(
     Raises:
         InputError: Something that cannot be compared, or paths that run in no precision.
     """
-    if tokens.ndim != 1 or tokens.is_floating_point():
-        raise InputError("tokens", got=list(tokens.shape), expected="[pos] integers", remedy="Pass one sequence.")
-    if not 1 <= n_prompt < len(tokens):
+    for role, function in (("build", build), ("cached", cached), ("recomputed", recomputed)):
+        if not callable(function):
+            raise InputError(role, got=type(function).__name__, expected="a function", remedy="See check_paths.")
+    if not isinstance(tokens, Tensor) or tokens.ndim != 1 or tokens.is_floating_point():
+        got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise InputError("tokens", got=got, expected="a tensor of [pos] integers", remedy="Pass one sequence.")
+    if type(n_prompt) is not int or not 1 <= n_prompt < len(tokens):
         raise InputError(
             "n_prompt leaves nothing to decode",
-            got=f"{n_prompt} of {len(tokens)} tokens",
+            got=f"{n_prompt!r} of {len(tokens)} tokens",
             expected=f"1 to {len(tokens) - 1}",
             remedy="Pass the prompt and some tokens after it.",
         )
@@ -245,11 +270,11 @@ def _report(examined: Sequence[CaseReport]) -> CheckReport:
     if place is None and worst.decision.verdict in ("identical", "numerical"):
         place = examined[0].place
     profile = place.profile if place is not None else pd.DataFrame(columns=["layer", "max_abs", "rel_linf", "bound"])
-    frame = pd.concat([_frame(report) for report in examined], ignore_index=True)
+    frame = pd.concat([position_frame(report) for report in examined], ignore_index=True)
     return CheckReport(
         verdict=worst.decision.verdict,
         reason=worst.decision.reason + (f" [{worst.case.name}]" if len(examined) > 1 else ""),
-        rungs=pd.DataFrame([row for report in examined for row in _rungs(report)]),
+        rungs=pd.DataFrame([row for report in examined for row in rung_rows(report)]),
         frame=frame,
         profile=profile,
         first_position=first,
@@ -268,7 +293,7 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
     found: dict[str, Any] = {
         "rung": worst.decision.rung,
         "notes": list(dict.fromkeys(note for report in examined for note in report.decision.notes)),
-        "flips": [flip for report in examined for flip in _flips(report)],
+        "flips": [flip for report in examined for flip in first_flips(report)],
         "profile_shape": worst.profile_shape or examined[0].profile_shape,
         "site": place.site if place else None,
         "equal_before": list(place.equal_before) if place else [],
@@ -321,71 +346,3 @@ def _store_note(profile: pd.DataFrame, layer: int) -> list[str]:
         "of K and V looks like this, or arithmetic in fewer bits inside the model; if that is meant, it is still not "
         "rounding of this dtype but another function"
     ]
-
-
-def _rungs(report: CaseReport) -> list[dict[str, Any]]:
-    rows = []
-    for rung in report.rungs:
-        e = rung.evidence
-        limit = bounds(report.sensitivity, e.unit_roundoff)
-        judged = bounds(report.sensitivity, max(e.unit_roundoff, report.decision.roundoff or 0.0))
-        over: Any = []
-        if judged is not None and e.status == "ok":
-            over = np.flatnonzero(np.asarray(e.difference) > judged)
-        row: dict[str, Any] = {"case": report.case.name, "dtype": e.dtype, "status": e.status}
-        row |= {"max_abs": e.largest if e.status == "ok" else np.nan}
-        row |= {"bound": float(limit.max()) if limit is not None else np.nan}
-        row |= {"floor": max(e.repeat.values(), default=np.nan), "unit_roundoff": e.unit_roundoff}
-        row |= {"flips": int(np.nansum(rung.table["flip"])) if rung.table else 0}
-        row |= {"n_positions": len(report.case.positions)}
-        row |= {"first_beyond": report.case.positions[over[0]] if len(over) else None, "error": e.error}
-        rows.append(row)
-    return rows
-
-
-def _frame(report: CaseReport) -> pd.DataFrame:
-    frames = []
-    for rung in report.rungs:
-        if not rung.table:
-            continue
-        limit = bounds(report.sensitivity, rung.evidence.unit_roundoff)
-        columns = {name: rung.table[name] for name in ("max_abs_dz", "flip", "margin_a", "margin_b")}
-        head = {"case": report.case.name, "dtype": rung.evidence.dtype, "position": list(report.case.positions)}
-        frames.append(pd.DataFrame(head | {"bound": np.nan if limit is None else limit} | columns))
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-
-
-def _flips(report: CaseReport) -> list[dict[str, Any]]:
-    """The first flip of every rung, with its margin in the most precise rung and the drift bound there."""
-    usable = [r for r in report.rungs if r.table and r.evidence.status == "ok"]
-    reference = min(
-        (r for r in usable), key=lambda r: abs(r.evidence.unit_roundoff - ROUNDOFF["float32"]), default=None
-    )
-    found = []
-    for rung in usable:
-        at = np.flatnonzero(rung.table["flip"] == 1)
-        if not len(at) or reference is None:
-            continue
-        limit = bounds(report.sensitivity, rung.evidence.unit_roundoff)
-        first = int(at[0])
-        flip = {"case": report.case.name, "dtype": rung.evidence.dtype, "n_flips": len(at)}
-        flip |= {"position": report.case.positions[first], "cached_token": int(rung.table["top_a"][first])}
-        flip |= {"recomputed_token": int(rung.table["top_b"][first]), "difference": rung.evidence.difference[first]}
-        flip |= {"margin": float(reference.table["margin_b"][first]), "margin_dtype": reference.evidence.dtype}
-        flip["bound"] = None if limit is None else float(limit[first])
-        found.append(flip)
-    return found
-
-
-def _flip_words(flip: dict[str, Any]) -> str:
-    bound = "unknown" if flip["bound"] is None else f"{flip['bound']:.2g}"
-    return (
-        f"{flip['dtype']}, position {flip['position']}: token {flip['cached_token']} against "
-        f"{flip['recomputed_token']}; margin {flip['margin']:.2g} in {flip['margin_dtype']}, the logits differ by "
-        f"{flip['difference']:.2g} (bound {bound})"
-    )
-
-
-def _table(rungs: pd.DataFrame) -> str:
-    shown = rungs[["case", "dtype", "status", "max_abs", "bound", "floor", "flips", "first_beyond"]]
-    return shown.to_string(index=False, float_format=lambda x: f"{x:.2g}", na_rep="-")

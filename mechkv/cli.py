@@ -5,10 +5,13 @@ inside `run`, so that `--help` is quick. `--json` prints one JSON document on st
 progress and messages go to standard error.
 
 Exit codes: 0 done; 2 the input or the model cannot be used; 3 not finite; 4 a guard refused; 5 results cannot be
-written or read. `check` has its own meaning for 1 (see there).
+written or read; 70 anything that nobody foresaw, with its traceback. `check` has its own meaning for 1 (see there),
+so a crash must not exit with it.
 """
 
+import os
 import sys
+import traceback
 from importlib import import_module
 
 from mechkv.errors import GuardError, InputError, MechkvError, ModelError, NonFiniteError, StorageError
@@ -31,6 +34,7 @@ EXIT_CODES: dict[type[MechkvError], int] = {
     GuardError: 4,
     StorageError: 5,
 }
+UNFORESEEN = 70
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,11 +50,28 @@ def main(argv: list[str] | None = None) -> None:
         config=(tyro.conf.AvoidSubcommands,),
     )
     try:
-        code = command.run()
+        with _Crash():
+            code = command.run()
+            sys.stdout.flush()
     except MechkvError as error:
         print(f"mechkv: {error}", file=sys.stderr)
         code = next(value for kind, value in EXIT_CODES.items() if isinstance(error, kind))
     except KeyboardInterrupt:
         print("mechkv: interrupted; finished pieces are kept in --out, run the same command to go on", file=sys.stderr)
         code = 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     raise SystemExit(code)
+
+
+class _Crash:
+    """Lets pass what `main` knows; shows the rest and exits with `UNFORESEEN`, for 1 is a verdict of `check`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, MechkvError | BrokenPipeError):
+            traceback.print_exception(error)
+            raise SystemExit(UNFORESEEN)

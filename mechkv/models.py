@@ -15,7 +15,6 @@ import tempfile
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from pickle import UnpicklingError  # what torch raises for a damaged .bin; nothing is unpickled here
 from typing import Any
 
 import torch
@@ -133,11 +132,9 @@ def load_model(
     """
     if not isinstance(source, str | os.PathLike):
         raise InputError(
-            "not the source of a model",
-            got=type(source).__name__,
-            expected="a name, a path or a hub id",
+            "not the source of a model", got=type(source).__name__, expected="a name, a path or a hub id",
             remedy="For a model in memory use mechkv.from_hf(hf_model, tokenizer).",
-        )
+        )  # fmt: skip
     wanted, name = to_dtype(dtype), os.fspath(source)
     place = None if device_map is not None else to_device(device)
     folder, how = _locate(name)
@@ -162,12 +159,9 @@ def from_hf(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     """
     if not isinstance(hf_model, PreTrainedModel):
         raise InputError(
-            "not a Hugging Face model",
-            got=type(hf_model).__name__,
-            expected="a transformers PreTrainedModel",
-            remedy="A TransformerBridge needs no wrapping: pass it as it is. For a name or a path use "
-            "mechkv.load_model(source).",
-        )
+            "not a Hugging Face model", got=type(hf_model).__name__, expected="a transformers PreTrainedModel",
+            remedy="Pass a TransformerBridge as it is, a name or a path to mechkv.load_model(source).",
+        )  # fmt: skip
     floating = [p.dtype for p in hf_model.parameters() if p.is_floating_point()]
     if not floating:
         raise ModelError("no floating-point weights", got="none", expected="dense weights", remedy="Dequantise first.")
@@ -192,11 +186,9 @@ def admit(
     """
     if not isinstance(model, TransformerBridge):
         raise InputError(
-            "not a TransformerBridge",
-            got=type(model).__name__,
-            expected="a TransformerBridge",
+            "not a TransformerBridge", got=type(model).__name__, expected="a TransformerBridge",
             remedy="Use mechkv.load_model(source) or mechkv.from_hf(hf_model, tokenizer).",
-        )
+        )  # fmt: skip
     known = _ADMITTED.get(model)
     wanted = dtype or (DTYPES[known.dtype] if known else next(model.original_model.parameters()).dtype)
     log = GuardLog()
@@ -261,19 +253,15 @@ def _locate(name: str) -> tuple[str, str]:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(
-                "not a model folder",
-                got=f"{name} without config.json",
-                expected="a folder in Hugging Face format",
+                "not a model folder", got=f"{name} without config.json", expected="a folder in Hugging Face format",
                 remedy="Save with model.save_pretrained(folder) and tokenizer.save_pretrained(folder).",
-            )
+            )  # fmt: skip
         return str(path), "folder"
     if path.is_file() or path.is_absolute() or name.startswith("."):
         raise ModelError(
-            "not a model",
-            got=f"{name}, {'a file' if path.is_file() else 'which does not exist'}",
-            expected="a folder in Hugging Face format or a .gguf file",
-            remedy="Check the path; a hub id looks like owner/name.",
-        )
+            "not a model", got=f"{name}, {'a file' if path.is_file() else 'which does not exist'}",
+            expected="a folder in Hugging Face format or a .gguf file", remedy="A hub id looks like owner/name.",
+        )  # fmt: skip
     return name, "hub"
 
 
@@ -328,7 +316,7 @@ def _guarded(load, name: str, how: str):
         return load()
     except MechkvError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError, UnpicklingError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         expected = (
             "a causal language model in Hugging Face format"
@@ -384,11 +372,9 @@ def _check_causal(model: TransformerBridge) -> None:
     direction = getattr(model.cfg, "attention_dir", "causal")
     if direction != "causal":
         raise ModelError(
-            "not a causal decoder",
-            got=f"{direction} attention",
-            expected="causal attention",
+            "not a causal decoder", got=f"{direction} attention", expected="causal attention",
             remedy="A KV cache is exact only where later tokens cannot change earlier rows.",
-        )
+        )  # fmt: skip
 
 
 def _describe(model: TransformerBridge, source: str, dtype: torch.dtype, attention: str, weights: str) -> ModelInfo:

@@ -203,9 +203,7 @@ def record(
         StorageError: The folder holds something else, or the disk is full.
         GuardError, NonFiniteError: From the decode loop.
     """
-    admit(model)
     _check_tokens(model, tokens, n_prompt)
-    place = to_device(device)
     names = _names(model, sites)
     PathRunner(model, path, sites=names, interventions=interventions)  # refuses what it cannot run
     if shard_steps < 1:
@@ -215,7 +213,7 @@ def record(
     _check_size(n_bytes, limit_bytes)
     run = Run(model, tokens, n_prompt, path, names, rows, tuple(interventions), keep_states, n_bytes, progress)
     if folder is None:
-        return _in_memory(run, place)
+        return _in_memory(run, to_device(device))
     settings = run.facts(GuardLog()) | {
         "keep_states": keep_states,
         "shard_steps": shard_steps,
@@ -361,6 +359,7 @@ def _in_memory(run: Run, device: torch.device) -> RunRecord:
 
 
 def _check_tokens(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> None:
+    admit(model)
     n_tokens = len(tokens) if isinstance(tokens, Tensor) and tokens.ndim else 0
     guards.check_tokens(model, tokens, n_tokens)
     if type(n_prompt) is not int or not 1 <= n_prompt <= len(tokens):

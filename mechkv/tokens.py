@@ -2,8 +2,9 @@
 
 Conventions
     One int64 tensor of shape [pos] a prompt: batch size is 1 on both paths, so there is no padding.
-    Texts are tokenised as the tokenizer does by default, with its begin-of-text token where it adds one. Tensors are
-    taken as they are (a copy, on their own device).
+    Texts are tokenised as the given tokenizer does by default. That of a bridge is TransformerLens' own copy, which
+    puts a begin-of-text token first wherever there is one, even where the model's own tokenizer leaves it out
+    (SmolLM2): for other tokens pass tensors. Tensors are taken as they are (a copy, on their own device).
 Controls
     Nothing is cut, padded or cast: a prompt that cannot be used is an `InputError` that names its index.
 """
@@ -90,7 +91,7 @@ def _tokenised(tokenizer: Any, text: str, where: str, add_special_tokens: bool) 
             where,
             got=f"two begin-of-text tokens (id {bos}) at the start",
             expected="one at most",
-            remedy="The text holds one already: pass add_special_tokens=False.",
+            remedy="The text holds one already: pass tokens, made with add_special_tokens=False.",
         )
     return torch.tensor(ids, dtype=torch.int64)
 

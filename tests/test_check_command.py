@@ -3,7 +3,9 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jaxtyping
 import pytest
 import torch
 
@@ -50,6 +52,55 @@ def test_usage_errors(capsys, in_example):
     assert "module:object" in err
     code, _, err = call(capsys, "--paths", "json:dumps")
     assert code == 2
+    for where in ("", ":paths", "./paths.py"):
+        code, _, err = call(capsys, "--paths", where)
+        assert code == 2
+        assert "cannot find the paths" in err
+
+
+def _holder(**changes):
+    """A module with two paths that agree, and changes."""
+
+    def logits(model, tokens):
+        return (model[tokens, None] * torch.arange(1.0, 6).to(model)).cumsum(0)[2:]
+
+    made = {"cached": logits, "recomputed": logits, "tokens": torch.arange(9), "n_prompt": 3}
+    return SimpleNamespace(build=lambda dtype: torch.linspace(0, 1, 9, dtype=dtype), **made | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({}, 0, ""),  # the twin
+        ({"tokens": [1, 2, 3, 4]}, 2, "tokens: got list"),
+        ({"n_prompt": "3"}, 2, "'3' of 9 tokens"),
+        ({"recomputed": None}, 2, "recomputed: got NoneType"),
+        ({"cached": lambda model, tokens: 1 / 0}, 70, "ZeroDivisionError"),
+    ],
+)
+def test_paths_that_crash_are_not_called_semantic(capsys, monkeypatch, changes, code, words):
+    monkeypatch.setitem(sys.modules, "holder", _holder(**changes))
+    jaxtyping.config.update("jaxtyping_disable", True)  # as outside pytest
+    try:
+        found, _, err = call(capsys, "--paths", "holder", "--dtype", "float64")
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    assert found == code
+    assert words in err
+
+
+def test_where_a_report_cannot_go_is_found_before_anything_runs(capsys, monkeypatch, tmp_path):
+    def never(model, tokens):
+        raise AssertionError("run")
+
+    monkeypatch.setitem(sys.modules, "holder", _holder(cached=never))
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for out in (tmp_path, tmp_path / "thesis.txt", tmp_path / "thesis.txt" / "below"):
+        assert call(capsys, "--paths", "holder", "--out", str(out))[0] == 5
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+    monkeypatch.setitem(sys.modules, "holder", _holder())
+    for _ in range(2):  # a report may be written over an earlier one
+        assert call(capsys, "--paths", "holder", "--dtype", "float64", "--out", str(tmp_path / "new"))[0] == 0
 
 
 @pytest.fixture

@@ -39,6 +39,13 @@ def test_help_and_import_do_not_load_torch() -> None:
     assert "drift" in done.stdout
 
 
+def test_a_reader_who_has_seen_enough_is_no_crash() -> None:
+    code = "import os, sys\nfrom mechkv import cli\nos.close(1)\n"
+    code += "read, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)\ncli.main(['models', '--json'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_a_public_name_does_load_torch() -> None:
     """The twin: the check above can fail."""
     code = "import sys, mechkv; mechkv.compare; assert 'torch' in sys.modules"

@@ -14,7 +14,7 @@ from mechkv.errors import InputError, ModelError, StorageError
 from mechkv.prompts import sample, word_problems
 from mechkv.runs import RunFolder
 from mechkv.sites import resolve
-from tests.tiny import tiny_bridge, tiny_hf, tokens
+from tests.tiny import tiny_bridge, tiny_hf, tiny_tokenizer, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +70,6 @@ def test_paths_that_are_no_model_are_named(tmp_path) -> None:
         models.to_device(None)
 
 
-def test_damaged_weights_of_an_older_kind_are_refused(tmp_path) -> None:
-    tiny_hf().config.save_pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"not what torch saved")
-    with pytest.raises(ModelError, match="cannot load"):
-        mechkv.load_model(tmp_path, device="cpu")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -123,6 +116,16 @@ def test_a_recording_that_cannot_be_made_is_refused(model, arguments, words) -> 
     given = {"model": model, "tokens": tokens(4), "n_prompt": 2, "path": "cached"} | arguments
     with pytest.raises(InputError, match=words):
         mechkv.record(given.pop("model"), given.pop("tokens"), **given)
+
+
+def test_a_bridge_puts_the_begin_of_text_first_where_the_tokenizer_would_not(model) -> None:
+    config = drift.DriftConfig(n_steps=1)
+    plain = tiny_tokenizer()("w7 w8")["input_ids"]
+    as_text = mechkv.drift_profile(model, ["w7 w8"], config).prompts
+    as_tokens = mechkv.drift_profile(model, [torch.tensor(plain)], config).prompts
+    assert plain == [7, 8]
+    assert as_text["tokens"][0][:3].tolist() == [98, *plain]
+    assert as_tokens["tokens"][0][: as_tokens["n_prompt"][0]].tolist() == plain
 
 
 def test_lists_are_not_compared() -> None:

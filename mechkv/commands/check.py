@@ -14,7 +14,8 @@ import tyro
 class Check:
     """Say whether cached and recomputed decoding of a model differ by rounding or by a bug.
 
-    Exit codes: 0 identical or numerical, 1 semantic, 3 nonfinite, 4 irreproducible or inconclusive, 2 usage.
+    Exit codes: 0 identical or numerical, 1 semantic, 3 nonfinite, 4 irreproducible or inconclusive, 2 usage,
+    5 the report cannot be written, 70 a crash (in the functions given, for one).
     """
 
     model: tyro.conf.Positional[str | None] = None
@@ -41,7 +42,7 @@ class Check:
 
     def run(self) -> int:
         """Check and print."""
-        from mechkv.checking import DTYPES, check
+        from mechkv.checking import DTYPES, check, prepare_folder
         from mechkv.errors import InputError
 
         if (self.model is None) == (self.paths is None):
@@ -51,6 +52,8 @@ class Check:
                 expected="one of the two",
                 remedy="mechkv check MODEL, or mechkv check --paths module:object.",
             )
+        if self.out is not None:
+            prepare_folder(self.out)
         if self.paths is not None:
             report = _check_object(self.paths, self.dtype)
         else:
@@ -63,9 +66,9 @@ class Check:
                 left_padded=self.left_padded,
                 device=self.device,
             )
+        print(json.dumps(report.to_dict(), indent=1) if self.json else report)
         if self.out is not None:
             report.save(self.out)
-        print(json.dumps(report.to_dict(), indent=1) if self.json else report)
         return report.exit_code
 
 
@@ -81,7 +84,7 @@ def _check_object(where: str, dtypes: tuple[str, ...]) -> Any:
     sys.path.insert(0, "")  # the folder the command is run in, as `python -m` does
     try:
         holder = getattr(importlib.import_module(module_name), name) if name else importlib.import_module(module_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the latter two: no name, or a path
         raise InputError(
             "cannot find the paths",
             got=f"{where!r}: {error}",

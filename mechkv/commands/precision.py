@@ -38,7 +38,7 @@ class Precision:
 
     def run(self) -> int:
         """Measure and print."""
-        from mechkv import figure_style
+        from mechkv import figure_style, storage
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
 
@@ -55,7 +55,9 @@ class Precision:
                 result = self._other(part, model, texts)
                 summary = result.summary()
                 tables[part] = _table(summary) if isinstance(summary, dict) else summary
-            if self.out is not None and hasattr(result, "save"):
+            if self.out is not None and not hasattr(result, "save"):
+                storage.write_frame(self.out / f"{part}.parquet", tables[part])
+            elif self.out is not None:
                 result.save(self.out / part)
                 for name, figure in result.plot().items():
                     figure_style.save(figure, self.out / "figures" / name)
