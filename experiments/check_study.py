@@ -1,6 +1,6 @@
 """Does `check` raise false alarms, and does it find bugs? Small random models with and without one bug.
 
-Clean: models of ten families (and OPT), paths without a bug; any `semantic` verdict is a false alarm. Bugged: the same
+Clean: models of eleven families, paths without a bug; any `semantic` verdict is a false alarm. Bugged: the same
 with one bug from sixteen kinds on one path; a bug is found when the verdict is `semantic`; its evidence is right when
 kind, first layer and first position are those of what was injected. No claim of the paper is tested here.
 """

@@ -42,6 +42,7 @@ class Config:
         d_head: Head dimension of the padded twin; None: doubled.
         lengths: Terms of the sums that are swept.
         d_heads: Head dimensions of the sweeps.
+        contexts: Context lengths of the sweeps.
         seeds: Seeds of the sweeps.
         tiny_models: Sweep tiny random models as well (minutes).
     """
@@ -54,6 +55,7 @@ class Config:
     d_head: int | None = None
     lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
     d_heads: tuple[int, ...] = (16, 32, 64, 128, 256)
+    contexts: tuple[int, ...] = (32, 64, 128, 256)
     seeds: tuple[int, ...] = (0, 1, 2)
     tiny_models: bool = False
     prompts: Path | None = None
@@ -227,14 +229,14 @@ def _words(concentration: pd.DataFrame, dtype: str) -> str:
 def _sweeps(config: Config, folder: Path) -> Sweep:
     """The sweeps, each kept once it is done."""
     settings: dict[str, Any] = {"lengths": list(config.lengths), "d_heads": list(config.d_heads)}
-    settings |= {"seeds": list(config.seeds), "tiny_models": config.tiny_models}
+    settings |= {"contexts": list(config.contexts), "seeds": list(config.seeds), "tiny_models": config.tiny_models}
     run = RunFolder(folder, settings)
     seeds = config.seeds
     jobs: dict[str, Callable[[], Sweep]] = {
         "signed": lambda: sum_sweep(config.lengths, seeds=seeds),
         "positive": lambda: sum_sweep(config.lengths, terms="positive", seeds=seeds),
         "d_head": lambda: layer_sweep("d_head", config.d_heads, seeds=seeds, accumulators=("float16",)),
-        "context": lambda: layer_sweep("context", (32, 64, 128, 256), seeds=seeds, accumulators=("float16",)),
+        "context": lambda: layer_sweep("context", config.contexts, seeds=seeds, accumulators=("float16",)),
         "n_kv": lambda: layer_sweep(
             "n_kv", (1, 2, 4, 8), LayerShape(n_heads=8), seeds=seeds, accumulators=("float16",)
         ),
@@ -243,7 +245,7 @@ def _sweeps(config: Config, folder: Path) -> Sweep:
         tiny: dict[str, Any] = {"seeds": seeds, "dtypes": ("float32",), "n_steps": 6}
         jobs["model, d_head"] = partial(model_sweep, "d_head", config.d_heads, **tiny)
         jobs["model, n_kv"] = partial(model_sweep, "n_kv", (1, 2, 4), **tiny)
-        jobs["model, context"] = partial(model_sweep, "context", (32, 64, 128, 256), **tiny)
+        jobs["model, context"] = partial(model_sweep, "context", config.contexts, **tiny)
     total = Sweep(pd.DataFrame(), {})
     for name, job in jobs.items():
 

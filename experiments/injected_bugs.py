@@ -1,4 +1,4 @@
-"""Small random models of ten families, and fourteen ways to break one of two decoding paths.
+"""Small random models of eleven families, and sixteen ways to break one of two decoding paths.
 
 Every bug changes one path only, and says what the evidence of a check must be: its kind, the first bad layer and the
 first bad position. Masks are four-dimensional, so kinds that use them need models without windows.

@@ -5,8 +5,8 @@ the causal variable; it does not patch the cache. Here both are patched, on the 
 patch landed, and the 2 x 2 of inherited state x computation says how much of the drift is inherited at all.
 
 Verdicts, fixed before the numbers. `reproduced`: the 95 % interval over prompts of the inherited share of the logit
-drift lies above one half; `not reproduced`: below one half; `partly`: it holds one half, or there are too few prompts
-for an interval; `not testable here`: no step drifts. The paper's own observation (residual patched once, the next step
+drift lies above one half; `not reproduced`: below one half; `partly`: it holds one half; `not testable here`: no step
+drifts, or too few prompts do for an interval. The paper's own observation (residual patched once, the next step
 not recovered) is a finding apart: `reproduced` when the recovery one step later lies below one half for the residual
 stream and above it for K and V, `partly` when only the first holds.
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.outcome import ModelPool, Outcome, problem_texts
+from experiments.outcome import ModelPool, Outcome, number, problem_texts
 from mechkv.causal_run import Walks
 from mechkv.claims import Finding
 from mechkv.factorial import CausalFactorial, FactorialConfig, causal_factorial
 from mechkv.onset import DriftOnset, OnsetConfig, drift_onset
 from mechkv.patching import ALL_LAYERS, PatchSweep, SweepConfig, patch_sweep
-from mechkv.report import Section
+from mechkv.report import Section, format_number
 from mechkv.reprojection import Reprojection, ReprojectionConfig, reprojection_check
 from mechkv.trajectory import FreeRunning, TeacherForced, TrajectoryConfig, free_running, teacher_forced
 
@@ -134,10 +134,10 @@ def inherited_finding(factorial: CausalFactorial, onset: DriftOnset, where: str)
     return Finding(
         claim="C5",
         verdict=_verdict(row["estimate"], row["low"], row["high"]),
-        ours=f"{row['estimate']:.2f} of the logit drift is inherited with the KV state",
-        value=_number(row["estimate"]),
-        low=_number(row["low"]),
-        high=_number(row["high"]),
+        ours=f"{format_number(row['estimate'])} of the logit drift is inherited with the KV state",
+        value=number(row["estimate"]),
+        low=number(row["low"]),
+        high=number(row["high"]),
         controls=f"identity patches bitwise no-ops; {factorial.guards.get('nothing_else_written', 0)} patched steps "
         f"proven; with the recomputed KV state the one-token step has the recomputed path's bits at {same} of the "
         "steps that drift",
@@ -174,29 +174,26 @@ def recovery_finding(sweep: PatchSweep, where: str) -> Finding:
     return Finding(
         claim="C5",
         verdict=verdict,
-        ours=f"{last} step after the patch the residual stream recovers {residual['estimate']:.2f} of the logit drift, "
-        f"K and V {kv['estimate']:.2f}",
-        value=_number(kv["estimate"]),
-        low=_number(kv["low"]),
-        high=_number(kv["high"]),
-        controls=f"noise of the same norm in K and V recovers {noise:.2f}; the same step is restored by the residual "
-        "stream by construction",
+        ours=f"{last} step after the patch the residual stream recovers {format_number(residual['estimate'])} of the "
+        f"logit drift, K and V {format_number(kv['estimate'])}",
+        value=number(kv["estimate"]),
+        low=number(kv["low"]),
+        high=number(kv["high"]),
+        controls=f"noise of the same norm in K and V recovers {format_number(noise)}; the same step is restored by the "
+        "residual stream by construction",
         model=where,
         source=NAME,
-        note="All layers patched at one step, recomputed into cached; recovery by relative L2 of the logits.",
+        note="All layers patched at one step, recomputed into cached; recovery by relative L2 of the logits. Left out: "
+        f"{int(kv['n_idle'])} steps at which K and V had nothing to change, {int(kv['n_undefined'])} without drift.",
     )
 
 
 def _verdict(estimate: float, low: float, high: float, edge: float = 0.5) -> str:
-    if math.isnan(estimate):
+    if math.isnan(estimate) or math.isnan(low) or math.isnan(high):
         return "not testable here"
     if low > edge:
         return "reproduced"
     return "not reproduced" if high < edge else "partly"
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _section(results: Results, where: str) -> Section:

@@ -16,13 +16,19 @@ import pandas as pd
 from experiments.outcome import ModelPool, Outcome, problem_texts
 from mechkv import plots
 from mechkv.claims import Finding
+from mechkv.distributions import UNIT_ROUNDOFF
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
+from mechkv.models import to_dtype
 from mechkv.report import Section
 from mechkv.stats import cluster_bootstrap, proportion_interval
 
 NAME = "layer_drift"
-PREDICTED_ORDERS = 2 * math.log10(2.0**13)
-"""C3: unit roundoffs of float16 and float32 differ by 2^13 and KL is quadratic in the logit error."""
+
+
+def predicted_orders(dtype: str) -> float:
+    """C3: orders of magnitude between KL in a dtype and in float32, since KL is quadratic in the logit error and that
+    goes with the unit roundoff (2^13 between float16 and float32, 2^16 between bfloat16 and float32)."""
+    return 2 * math.log10(UNIT_ROUNDOFF[to_dtype(dtype)] / UNIT_ROUNDOFF[to_dtype("float32")])
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,8 @@ def precision_finding(profile: DriftProfile, where: str) -> Finding:
     orders = np.log10(both["half"] / both["kl"]).rename("orders").reset_index()
     row = cluster_bootstrap(orders, "orders").iloc[0]
     flips, n = int(single["flip"].sum()), len(single)
-    near = abs(row["low"] - PREDICTED_ORDERS) < 1 and abs(row["high"] - PREDICTED_ORDERS) < 1
+    predicted = predicted_orders(profile.dtype)
+    near = abs(row["low"] - predicted) < 1 and abs(row["high"] - predicted) < 1
     verdict = "not reproduced" if flips else "reproduced" if near else "partly"
     upper = proportion_interval(flips, n).high
     return Finding(
@@ -108,7 +115,7 @@ def precision_finding(profile: DriftProfile, where: str) -> Finding:
         low=float(row["low"]),
         high=float(row["high"]),
         controls=f"step 0 exactly zero on every prompt; {int(half['flip'].sum())} of {len(half)} {profile.dtype} steps "
-        f"flip; unit roundoffs predict {PREDICTED_ORDERS:.1f} orders for float16",
+        f"flip; unit roundoffs predict {predicted:.1f} orders for {profile.dtype}",
         model=where,
         source=NAME,
         note="Mean over prompts of log10 of the ratio of mean KL(cached || recomputed), teacher-forced.",

@@ -4,6 +4,7 @@ A module has `NAME`, a frozen `Config` whose fields are its settings, `PRESETS` 
 `paper` at least) and `run(config, pool, folder) -> Outcome`. It keeps its own results below `folder` and resumes there.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,11 @@ class ModelPool:
         if (source, dtype) not in self._models:
             self._models[source, dtype] = load_model(source, dtype=dtype, device=self._device)
         return self._models[source, dtype]
+
+
+def number(value: float) -> float | None:
+    """A number of a finding: None where it is undefined; an infinite bound stays, so that the interval is shown."""
+    return None if math.isnan(value) else float(value)
 
 
 def problem_texts(n: int, file: Path | None, seed: int | None = None) -> list[str]:

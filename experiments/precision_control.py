@@ -4,9 +4,12 @@ The ladder feeds the same tokens to both paths in every dtype; the oracle is the
 lifted to float32 one by one; the run is repeated in other processes and with another number of threads.
 
 Verdicts. C3: `reproduced` when the interval of log10 KL(coarse) / KL(float32) lies within one order of the prediction
-from unit roundoffs and float32 never flips; `not reproduced` when float32 flips; else `partly`. C2: `reproduced` when
-the cached path is nearer to the oracle at more than half of the decided steps, interval and all; else `not reproduced`.
-C6: `reproduced` when a second process gives the same bits everywhere.
+from unit roundoffs and float32 never flips; `not reproduced` when float32 flips; `not testable here` without that
+interval (no drift in the coarse dtype, too few prompts); else `partly`. C2: `reproduced` when the cached path is nearer
+to the oracle at more than half of the decided steps, interval and all; `not reproduced` when the interval leaves out
+`SMALLEST_ADVANTAGE`; `not testable here` when it holds both. C6: `reproduced` when a second process gives the same bits
+everywhere and the paths differ somewhere; `not testable here` without any difference of the paths, or without a second
+process of as many threads.
 """
 
 import math
@@ -17,17 +20,19 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from experiments.outcome import ModelPool, Outcome, problem_texts
+from experiments.outcome import ModelPool, Outcome, number, problem_texts
 from mechkv.claims import Finding
 from mechkv.determinism import Determinism, determinism
 from mechkv.forced_study import token_lists
 from mechkv.oracle import OracleConfig, OracleStudy, oracle_study
 from mechkv.precision import LadderConfig, PrecisionLadder, precision_ladder
 from mechkv.precision_policy import POLICIES, SiteConfig, SitePrecision, precision_by_site
-from mechkv.report import Section
-from mechkv.stats import proportion_interval
+from mechkv.report import Section, format_number
+from mechkv.stats import Interval, proportion_interval
 
 NAME = "precision_control"
+SMALLEST_ADVANTAGE = 0.6
+"""Share of decided steps from which on one path may be called the nearer one."""
 
 
 @dataclass(frozen=True)
@@ -146,23 +151,27 @@ def precision_finding(ladder: PrecisionLadder, where: str) -> Finding:
         return Finding("C3", "not measured", "no float32 rung", "", where, NAME)
     mean = rows.loc["mean"]
     flips, n = int(single["flip"].sum()), len(single)
-    near = bool(np.isfinite(mean["observed"])) and all(
-        abs(mean[bound] - mean["predicted"]) < 1 for bound in ("low", "high")
-    )
-    verdict = "not reproduced" if flips else "reproduced" if near else "partly"
+    verdict = "partly"
+    if flips:
+        verdict = "not reproduced"
+    elif not np.isfinite(mean[["observed", "low", "high"]].to_numpy(float)).all():
+        verdict = "not testable here"
+    elif all(abs(mean[bound] - mean["predicted"]) < 1 for bound in ("low", "high")):
+        verdict = "reproduced"
     half = ladder.decoded[ladder.decoded["dtype"] == coarse]
-    median, flipped = (
-        f"{value:.1f}" if value == value else "undefined" for value in rows.loc[["median", "flipped only"], "observed"]
+    observed, median, flipped = (
+        f"{value:.1f}" if value == value else "undefined"
+        for value in rows.loc[["mean", "median", "flipped only"], "observed"]
     )
     return Finding(
         claim="C3",
         verdict=verdict,
-        ours=f"KL lower by {mean['observed']:.1f} orders in float32 than in {coarse} (mean; median {median}, "
+        ours=f"KL lower by {observed} orders in float32 than in {coarse} (mean; median {median}, "
         f"flipped only {flipped}); {flips} of {n} float32 steps flip (at most "
         f"{100 * proportion_interval(flips, n).high:.1f} %)",
-        value=_number(mean["observed"]),
-        low=_number(mean["low"]),
-        high=_number(mean["high"]),
+        value=number(mean["observed"]),
+        low=number(mean["low"]),
+        high=number(mean["high"]),
         controls=f"step 0 exactly zero on every rung; predicted {mean['predicted']:.1f} orders; "
         f"{int(half['flip'].sum())} of {len(half)} {coarse} steps flip; {int(mean['n_zero'])} "
         f"prompts without drift left out of the ratio",
@@ -175,18 +184,20 @@ def precision_finding(ladder: PrecisionLadder, where: str) -> Finding:
 def oracle_finding(study: OracleStudy, where: str) -> Finding:
     """C2 in its honest form: which path is nearer to the same weights in float64?"""
     found = study.summary()
-    verdict = "reproduced" if found["share_low"] > 0.5 else "not reproduced"
-    if not found["n_decided"] or not math.isfinite(found["share_low"]):  # too few prompts for an interval
-        verdict = "not testable here"
+    verdict = "not testable here"  # also for bounds that are NaN: too few prompts for an interval
+    if found["share_low"] > 0.5:
+        verdict = "reproduced"
+    elif found["share_high"] < SMALLEST_ADVANTAGE:
+        verdict = "not reproduced"
     return Finding(
         claim="C2",
         verdict=verdict,
-        ours=f"the cached path is the nearer one at {100 * found['share_cached']:.0f} % of {found['n_decided']} "
-        f"decided steps; mean KL from the oracle {found['cached']:.3g} (cached) and "
+        ours=f"the cached path is the nearer one at {format_number(100 * found['share_cached'])} % of "
+        f"{found['n_decided']} decided steps; mean KL from the oracle {found['cached']:.3g} (cached) and "
         f"{found['recomputed']:.3g} (recomputed)",
-        value=_number(found["share_cached"]),
-        low=_number(found["share_low"]),
-        high=_number(found["share_high"]),
+        value=number(found["share_cached"]),
+        low=number(found["share_low"]),
+        high=number(found["share_high"]),
         controls=f"oracle's own floor {found['floor']:.1g}; {found['n_steps'] - found['n_decided']} ties; nearer on "
         f"{found['prompts_cached']} prompts, farther on {found['prompts_recomputed']} (sign test p = "
         f"{found['p_value']:.3g})",
@@ -203,7 +214,9 @@ def determinism_finding(found: Determinism, where: str) -> Finding:
     same, other = table[table["threads"] == first], table[table["threads"] != first]
     n = int(same["n_steps"].sum())
     k = round(float((same["equal"] * same["n_steps"]).sum()))
-    interval = proportion_interval(k, n)
+    drifts = bool((found.frame["drift_kl"] > 0).any())
+    verdict = "not reproduced" if k < n else "reproduced" if n and drifts else "not testable here"
+    interval = proportion_interval(k, n) if n else Interval(math.nan, math.nan, math.nan)
     threads = (
         "; ".join(
             f"{r.threads} threads, {r.path}: {100 * r.equal:.0f} % of steps the same bits, at most {r.max_abs:.3g} off"
@@ -213,11 +226,12 @@ def determinism_finding(found: Determinism, where: str) -> Finding:
     )
     return Finding(
         claim="C6",
-        verdict="reproduced" if k == n else "not reproduced",
-        ours=f"{k} of {n} steps (both paths) have the same bits in a second process",
-        value=interval.estimate,
-        low=interval.low,
-        high=interval.high,
+        verdict=verdict,
+        ours=f"{k} of {n} steps (both paths) have the same bits in a second process"
+        + ("" if drifts else "; at none of them do the paths differ"),
+        value=number(interval.estimate),
+        low=number(interval.low),
+        high=number(interval.high),
         controls=threads,
         model=where,
         source=NAME,
@@ -230,11 +244,7 @@ def _words(ladder: PrecisionLadder, oracle: OracleStudy) -> str:
     found = oracle.summary()
     return (
         f"Mean KL between the paths: {'; '.join(rows)} nats. Against the same weights in float64, the cached path is "
-        f"the nearer one at {100 * found['share_cached']:.0f} % of the {found['n_decided']} steps "
+        f"the nearer one at {format_number(100 * found['share_cached'])} % of the {found['n_decided']} steps "
         f"at which the paths differ "
         f"by more than the oracle's own floor."
     )
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

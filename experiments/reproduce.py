@@ -7,6 +7,7 @@ writes `results/<name>/` with `manifest.json` (what was run on what), one folder
 any moment and started again with the same settings, it goes on and ends with the same tables, bit for bit.
 """
 
+import shlex
 import sys
 import time
 from dataclasses import dataclass, fields, replace
@@ -123,6 +124,16 @@ def _plain(config: Any) -> dict[str, Any]:
     return {key: value if isinstance(value, simple) else str(value) for key, value in vars(config).items()}
 
 
+def _command(settings: Reproduce) -> str:
+    """The command that makes this report again: what differs from the defaults."""
+    parts = ["python", "-m", "experiments.reproduce", "--preset", settings.preset]
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if field.name != "preset" and value != field.default:
+            parts += [f"--{field.name}", *([str(item) for item in value] if isinstance(value, tuple) else [str(value)])]
+    return shlex.join(parts)
+
+
 def _write_report(
     folder: Path, outcomes: dict[str, Any], claims: Any, manifest: dict[str, Any], settings: Reproduce
 ) -> Path:
@@ -143,7 +154,7 @@ def _write_report(
         sections=[section for outcome in outcomes.values() for section in outcome.sections],
         limits=list(dict.fromkeys(limit for outcome in outcomes.values() for limit in outcome.limits)),
         provenance=manifest,
-        command=f"python -m experiments.reproduce --preset {settings.preset}",
+        command=_command(settings),
     )
     path = folder / "report.html"
     write_html(report, path)

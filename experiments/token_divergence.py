@@ -4,18 +4,22 @@ Every prompt is decoded on both clocks under every strategy with common random n
 stands the luck of independent draws. The texts are scored against the problems' answers, paired (`mechkv.task_score`).
 
 Verdict on C1: `reproduced` when every prompt differs in every condition, `partly` when some do, `not reproduced` when
-none does, and `not testable here` when none does within fewer than `ENOUGH_TOKENS` tokens: agreement beyond the tokens
-decoded is not known. C2 from scores: `not testable here` when no pair is discordant or the texts were cut off.
+none does, and `not testable here` when none does within fewer than `ENOUGH_TOKENS` tokens (agreement beyond the tokens
+decoded is not known) or on fewer than `ENOUGH_PROMPTS` prompts; every one of fewer prompts is `partly`.
+
+Verdict on C2 from scores: `reproduced` when the sign test over conditions says so; `not reproduced` when a condition,
+or the sign test, says the opposite and none agrees, or when nothing is significant and the interval of the difference
+leaves out `SMALLEST_DIFFERENCE` in every condition; `partly` when a condition alone says so; else, and when no pair is
+discordant or most texts were cut off, `not testable here`.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pandas as pd
 
-from experiments.outcome import ModelPool, Outcome
+from experiments.outcome import ModelPool, Outcome, number
 from mechkv.claims import Finding
 from mechkv.divergence import RATES, TokenDivergence, TokenDivergenceConfig, token_divergence
 from mechkv.flip_law import fit_flip_law
@@ -28,6 +32,10 @@ from mechkv.task_score import TaskScore, outcomes, task_score
 
 NAME = "token_divergence"
 ENOUGH_TOKENS = 32
+ENOUGH_PROMPTS = 6
+"""The fewest whose 95 % interval (Clopper-Pearson) at none or all of them leaves out one half."""
+SMALLEST_DIFFERENCE = 0.05
+"""Accuracy difference that the intervals must leave out before the absence of an effect counts."""
 GREEDY, TOP_K, TOP_P = Strategy(), Strategy(temperature=1.0, top_k=50), Strategy(temperature=1.0, top_p=0.9)
 
 
@@ -121,11 +129,11 @@ def text_finding(found: TokenDivergence, config: Config, where: str) -> Finding:
     table = found.rates()
     rows = {rate: table[table["rate"] == rate].set_index("strategy") for rate in RATES}
     prompts = rows[RATES[0]]
-    verdict = "partly"
-    if (prompts["estimate"] == 1).all():
+    verdict, enough = "partly", bool((prompts["of"] >= ENOUGH_PROMPTS).all())
+    if (prompts["estimate"] == 1).all() and enough:
         verdict = "reproduced"
     elif (prompts["estimate"] == 0).all():
-        verdict = "not testable here" if config.n_tokens < ENOUGH_TOKENS else "not reproduced"
+        verdict = "not reproduced" if enough and config.n_tokens >= ENOUGH_TOKENS else "not testable here"
     worst = prompts.loc[prompts["estimate"].idxmax()]
     noise = found.sampling_noise().query("draws == 'noise'").set_index("strategy")["prompts_differ"]
     parts = [
@@ -153,28 +161,35 @@ def score_finding(score: TaskScore, where: str) -> Finding:
     """C2, from paired scores."""
     table, test = score.table, score.conditions
     discordant, cut = int((table["b"] + table["c"]).sum()), int(table["n_cut"].sum())
-    verdict = "partly"
-    if discordant == 0 or cut > table["n"].sum() / 2:
-        verdict = "not testable here"
-    elif test.p_value > 0.05 and (table["p_value"] > 0.05).all():
-        verdict = "not reproduced"
-    elif test.wins > test.losses and test.p_value <= 0.05:
-        verdict = "reproduced"
     row = table.iloc[0]
     return Finding(
         claim="C2",
-        verdict=verdict,
+        verdict="not testable here" if cut > table["n"].sum() / 2 else _score_verdict(score),
         ours=f"{discordant} discordant pairs over {len(table)} conditions; the cached path ahead in {test.wins}, "
         f"behind in {test.losses} (sign test p = {test.p_value:.3g})",
         value=float(row["difference"]),
-        low=_number(row["low"]),
-        high=_number(row["high"]),
+        low=number(row["low"]),
+        high=number(row["high"]),
         controls=f"{cut} of {int(table['n'].sum())} pairs were cut off by the token budget; accuracy "
         f"{100 * row['accuracy_cached']:.0f} % and {100 * row['accuracy_recomputed']:.0f} % ({row['condition']})",
         model=where,
         source=NAME,
         note="Accuracy difference of the first condition; distance from a float64 oracle is in precision_control.",
     )
+
+
+def _score_verdict(score: TaskScore) -> str:
+    table, test = score.table, score.conditions
+    if not (table["b"] + table["c"]).any():
+        return "not testable here"
+    significant, over_conditions = table["p_value"] <= 0.05, test.p_value <= 0.05
+    if over_conditions and test.wins > test.losses:
+        return "reproduced"
+    if (significant & (table["difference"] > 0)).any():
+        return "partly"
+    if over_conditions or significant.any() or (table["high"] < SMALLEST_DIFFERENCE).all():
+        return "not reproduced"
+    return "not testable here"
 
 
 def _layercast_table(found: TokenDivergence, score: TaskScore) -> pd.DataFrame:
@@ -199,10 +214,6 @@ def _words(found: TokenDivergence, score: TaskScore, where: str) -> str:
         f"sampled texts differ for reasons that have nothing to do with the cache: see the table of luck. {cut} of "
         f"{int(score.table['n'].sum())} scored pairs were cut off by the token budget, so the score says little."
     )
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _setting(value) -> str:

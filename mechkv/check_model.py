@@ -21,7 +21,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import DynamicCache, PreTrainedModel
 
 from mechkv.cache import KVState
-from mechkv.errors import InputError
+from mechkv.errors import InputError, NonFiniteError
 from mechkv.ladder import Case
 from mechkv.models import admit, from_hf, info, load_model
 from mechkv.paths import PathRunner, decode
@@ -50,10 +50,19 @@ class ModelBuild:
         return ready[1] if ready is not None and ready[0] == dtype else self._make(dtype=dtype)
 
     def first(self, dtypes: Sequence[torch.dtype]) -> TransformerBridge:
-        """A bridge to ask for its tokenizer and sizes, before anything runs."""
-        bridge = self(dtypes[0])
-        self._ready = (dtypes[0], bridge)
-        return bridge
+        """A bridge to ask for its tokenizer and sizes, before anything runs: the first that can be made.
+
+        Raises:
+            NonFiniteError: None can.
+        """
+        for dtype in dtypes:
+            try:
+                self._ready = (dtype, self(dtype))
+                return self._ready[1]
+            except NonFiniteError:
+                if dtype == dtypes[-1]:
+                    raise
+        raise InputError("no dtypes", got="none", expected="one or more", remedy="Name some.")
 
 
 def model_build(model_or_source: Any, device: str) -> ModelBuild:

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from mechkv import provenance, storage
 from mechkv.check_model import model_build, model_cases
-from mechkv.errors import CacheError, InputError, StorageError
+from mechkv.errors import CacheError, InputError
 from mechkv.examine import CaseReport, Examiner, Modules
 from mechkv.ladder import Case, PathFunction
 from mechkv.models import dtype_name, to_dtype
+from mechkv.plain_json import to_json
 from mechkv.signature import Signature
 from mechkv.verdict import EXIT_CODES, ROUNDOFF, VERDICTS, bounds
 
@@ -53,9 +54,9 @@ class CheckReport:
             path against itself), unit roundoff, flipped positions, first position beyond the bound.
         frame: One row per case, dtype and position: difference, bound, flip, both margins.
         profile: One row per layer (-1: what enters block 0) at the first bad position: difference and bound.
-        first_position: Absolute position of the first logits beyond the bound.
+        first_position: Absolute position of the first logits beyond the bound, or not finite.
         first_step: Its decode step (0: the prompt).
-        first_layer: The first layer beyond its bound; -1 is the embedding.
+        first_layer: The first layer beyond its bound, or not finite; -1 is the embedding.
         kind: What kind of difference, as coarse as the evidence (`signature.Kind`).
         convicted: `cached`, `recomputed`, or None.
         evidence: Everything else, as plain values.
@@ -81,19 +82,20 @@ class CheckReport:
         return EXIT_CODES[self.verdict]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; NaN becomes None."""
+        """Plain values, for JSON; NaN and infinity become None."""
         names = ("verdict", "reason", "first_position", "first_step", "first_layer", "kind", "convicted", "evidence")
         found = {name: getattr(self, name) for name in names} | {"exit_code": self.exit_code}
         for name in ("rungs", "profile"):
             found[name] = json.loads(getattr(self, name).to_json(orient="records"))
-        return found | {"provenance": self.provenance}
+        return json.loads(to_json(found | {"provenance": self.provenance}, nan_as_null=True))
 
     def save(self, folder: Path | str) -> Path:
         """Write tables (parquet) and the rest (JSON) to a folder, sealed last."""
         place = Path(folder)
         for name in ("rungs", "frame", "profile"):
             storage.write_frame(place / f"{name}.parquet", getattr(self, name))
-        storage.write_json(place / "check.json", {k: v for k, v in asdict(self).items() if k not in _TABLES})
+        rest = {name: value for name, value in asdict(self).items() if name not in TABLES}
+        storage.write_json(place / "check.json", rest, nan_as_null=True)
         storage.seal(place, KIND, {"verdict": self.verdict})
         return place
 
@@ -101,7 +103,7 @@ class CheckReport:
     def load(cls, folder: Path | str) -> "CheckReport":
         """Read what `save` wrote."""
         place = storage.open_folder(Path(folder), KIND).path
-        tables = {name: storage.read_frame(place / f"{name}.parquet") for name in _TABLES}
+        tables = {name: storage.read_frame(place / f"{name}.parquet") for name in TABLES}
         return cls(**storage.read_json(place / "check.json"), **tables)
 
     def __str__(self) -> str:
@@ -119,28 +121,7 @@ class CheckReport:
         return "\n".join(lines)
 
 
-_TABLES = ("rungs", "frame", "profile")
-
-
-def prepare_folder(folder: Path | str) -> None:
-    """Refuse a folder that a report cannot be saved to, before anything is run.
-
-    Raises:
-        StorageError: It cannot be written, or holds files that are not a report's.
-    """
-    place = Path(folder)
-    ours = {"check.json", storage.INDEX, *(f"{name}.parquet" for name in _TABLES)}
-    foreign = sorted(file.name for file in place.iterdir() if file.name not in ours) if place.is_dir() else []
-    if foreign:
-        raise StorageError(
-            f"{place} cannot be used for a report",
-            got=f"a folder with other files in it, such as {foreign[0]}",
-            expected="a new or empty folder, or that of an earlier report",
-            remedy="Give another folder.",
-        )
-    trial = place / ".trial"
-    storage.write_bytes(trial, b"")
-    trial.unlink()
+TABLES = ("rungs", "frame", "profile")
 
 
 def check_paths(
@@ -221,7 +202,7 @@ def check(
     try:
         build = model_build(model_or_source, device)
         cases = model_cases(
-            build.first(wanted), prompts, n_steps=n_steps, chunk=chunk, batched=batched, left_padded=left_padded
+            build.first(wanted[::-1]), prompts, n_steps=n_steps, chunk=chunk, batched=batched, left_padded=left_padded
         )
         examined = Examiner(build, lambda bridge: bridge.original_model).run(cases, wanted)
     except CacheError as error:
@@ -277,7 +258,7 @@ def _report(examined: Sequence[CaseReport]) -> CheckReport:
         profile=profile,
         first_position=first,
         first_step=None if first is None else max(0, first - worst.case.n_prompt + 1),
-        first_layer=place.layer if place is not None and signature is not None else None,
+        first_layer=worst.first_layer,
         kind=signature.kind if signature else None,
         convicted=signature.convicted if signature else None,
         evidence=_evidence(examined, worst, signature),
@@ -296,10 +277,21 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
         "site": place.site if place else None,
         "equal_before": list(place.equal_before) if place else [],
         "tables": list(place.tables) if place else [],
+        "layers_wrong_by_themselves": None if place is None or place.own is None else list(place.own),
+        "nonfinite": {path: asdict(spoiled) for path, spoiled in worst.spoiled.items()},
         "references": asdict(references) if references else None,
         "cases": {report.case.name: report.decision.verdict for report in examined},
     }
     text = {"text": signature.text, "when": signature.when, "because": signature.because} if signature else {}
+    found["notes"] += [
+        f"on the {path} path the first module that is not finite is {s.site} (layer {s.layer}); what came before it "
+        f"stays within {s.largest_before:.2g}"
+        for path, s in worst.spoiled.items()
+    ]
+    found["notes"] += _sampled_note(worst) if worst.decision.bad else []
+    if worst.decision.verdict == "nonfinite" and not worst.spoiled:
+        broken = [rung.evidence for rung in worst.rungs if rung.evidence.status == "nonfinite"]
+        found["notes"] += [f"{evidence.dtype}: {evidence.error}" for evidence in broken]
     if references and references.changed_buffers:
         names = ", ".join(references.changed_buffers)
         found["notes"].append(f"the model carries state from call to call: {names} changes while it runs")
@@ -313,6 +305,14 @@ def _evidence(examined: Sequence[CaseReport], worst: CaseReport, signature: Sign
     if bad and len(bad) < len(examined):
         found["notes"].append(f"semantic only in: {', '.join(bad)}")
     return found | text
+
+
+def _sampled_note(report: CaseReport) -> list[str]:
+    """Where only some positions were compared, the first bad one may lie before the first that was seen."""
+    positions, first = report.case.positions, report.decision.bad[0]
+    if first == 0 or positions[first] - positions[first - 1] == 1:
+        return []
+    return [f"positions {positions[first - 1] + 1} to {positions[first] - 1} were not compared: it may begin there"]
 
 
 def _store_note(profile: pd.DataFrame, layer: int) -> list[str]:

@@ -5,8 +5,10 @@ lambda sqrt(n) u (Higham and Mary 2019). So, with every weight w of fan-in n rep
     G(p) = max over probes of  max |logits'(p) - logits(p)| / u       sensitivity of position p, in logits per u
 in the most precise rung that runs. Norms, biases and other vectors count as n = 1.
 
-Conventions. The weights are all floating tensors (torch or numpy) within reach of the object that `build` returned:
-modules, attributes, closures, dicts, lists. They are perturbed in place, shared (tied) tensors once, and restored.
+Conventions. The fan-in of a matrix is taken to be the smaller of its two dimensions, since unknown code may hold it
+either way round: never more than the true one, so that the bound is rather too narrow than too wide. The weights are
+all floating tensors (torch or numpy) within reach of the object that `build` returned: modules, attributes, closures,
+dicts, lists. They are perturbed in place, shared (tied) tensors once, and restored.
 
 Controls: the same probes give a bound for every layer (`localise`), and clean models stay below a tenth of the bound.
 """

@@ -69,6 +69,10 @@ class DriftProfile:
         """Mean of `metric` over steps >= 1 per dtype, site, provenance and layer, with a 95 % interval that resamples
         prompts, beside the share of steps that are bitwise equal. Rows whose metric is undefined are counted, not
         averaged (`n_undefined`)."""
+        if metric not in METRICS:
+            raise InputError(
+                "unknown metric", got=repr(metric), expected=f"one of {', '.join(METRICS)}", remedy="Name one."
+            )
         keys = ["dtype", "site", "provenance", "layer"]
         decoded = self.frame[self.frame["step"] > 0]
         defined = decoded[decoded[metric].notna()]
@@ -79,8 +83,9 @@ class DriftProfile:
         return table.merge(rest.reset_index(), on=keys).assign(metric=metric)
 
     def onset(self) -> pd.DataFrame:
-        """Per dtype and prompt the first step at which any activation or newly written K/V row differs, and the first
-        layer and site at that step in the order of computation; missing where the paths never differ."""
+        """Per dtype and prompt the first step at which any activation or K/V row differs (old rows too: the recomputed
+        path computes them anew), and the first layer and site at that step in the order of computation; missing where
+        the paths never differ. `kv_step` is the first step with a differing K/V row."""
         order = {site: i for i, site in enumerate(("resid_pre", *CACHE_SITES, "attn_out", "resid_mid", "mlp_out"))}
         rows = []
         for (dtype, prompt), part in self.frame.groupby(["dtype", "prompt"], sort=False, observed=True):
@@ -254,7 +259,7 @@ def _control_dtype(control: Any, main: str) -> str | None:
     if isinstance(control, str):
         if control != "float32":
             raise InputError(
-                "unknown control", got=control, expected="'float32', a bridge or None", remedy="See above."
+                "unknown control", got=control, expected="'float32', a bridge or None", remedy="Leave it out."
             )
         return None if main in ("float32", "float64") else control
     found = info(control).dtype

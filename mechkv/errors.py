@@ -21,7 +21,7 @@ class ModelError(MechkvError, RuntimeError):
 
 
 class GuardError(MechkvError, RuntimeError):
-    """A guard failed: a number computed now would not mean what it seems to mean (design rule 1)."""
+    """A guard failed: a number computed now would not mean what it seems to mean."""
 
 
 class CacheError(GuardError):

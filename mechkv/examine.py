@@ -4,13 +4,13 @@ Order. The ladder runs on every case. Then, in the most precise rung that runs: 
 perturbed weights (`conditioning`), for the bound. The rule (`verdict`) decides. Cases that it calls semantic, and the
 first case in any event, are then asked for more: third references (does an earlier row move when only the last token
 changes, or when it is left out; does a call change after other calls; what does one token at a time give) and the
-layer profile by forward hooks.
+layer profile by forward hooks. Where logits are not finite, the same hooks name the first module that is not.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mechkv import localise
 from mechkv.conditioning import N_PROBES, modules_in, perturbed, weights_in
-from mechkv.errors import MechkvError
+from mechkv.errors import MechkvError, NonFiniteError
 from mechkv.ladder import PATHS, UNRUNNABLE, Builder, Caller, Case, Rung, climb, size, takes_n_prompt
 from mechkv.localise import Limits, Trace
 from mechkv.signature import References, Signature, describe, profile_shape
@@ -42,6 +42,8 @@ class CaseReport:
         references: Third references; None when they were not asked.
         place: Where in the model; None without a torch module.
         signature: The kind of a semantic difference.
+        profile_shape: The shape over the layers, in words.
+        spoiled: Path -> the first module with NaN or infinity in the rung that has it, and the largest value before.
     """
 
     case: Case
@@ -52,11 +54,24 @@ class CaseReport:
     place: localise.Place | None = None
     signature: Signature | None = None
     profile_shape: str = ""
+    spoiled: dict[str, localise.Spoiled] = field(default_factory=dict)
 
     @property
     def first_position(self) -> int | None:
-        """Absolute position of the first logits that are beyond the bound."""
+        """Absolute position of the first logits that are beyond the bound, or not finite."""
+        if self.decision.verdict == "nonfinite":
+            rung = next(r for r in self.rungs if r.evidence.dtype == self.decision.rung)
+            finite = [logits.isfinite().all(-1) for logits in rung.logits.values()]
+            rows = [int((~good).nonzero()[0]) for good in finite if not bool(good.all())]
+            return self.case.positions[min(rows)] if rows else None
         return self.case.positions[self.decision.bad[0]] if self.decision.bad else None
+
+    @property
+    def first_layer(self) -> int | None:
+        """The first layer that is beyond its bound, or not finite."""
+        if self.decision.verdict == "nonfinite":
+            return min((s.layer for s in self.spoiled.values() if s.layer is not None), default=None)
+        return self.place.layer if self.place is not None and self.signature is not None else None
 
 
 class Examiner:
@@ -69,7 +84,8 @@ class Examiner:
 
     def run(self, cases: Sequence[Case], dtypes: Sequence[torch.dtype]) -> list[CaseReport]:
         """All cases."""
-        climbed = climb(self.build, cases, dtypes, self.call)
+        climbed, finest = climb(self.build, cases, dtypes, self.call)
+        self._used = None if finest is None else (dtypes[0], finest)
         climbed = [self._again(case, rungs) for case, rungs in zip(cases, climbed, strict=True)]
         sensitivities = self._sensitivities(cases, climbed)
         reports = []
@@ -78,6 +94,8 @@ class Examiner:
             report = CaseReport(case, rungs, sensitivities[index], decision)
             if (index == 0 or decision.verdict == "semantic") and _top(rungs) is not None:
                 report = self._explain(report)
+            if decision.verdict == "nonfinite":
+                report = replace(report, spoiled=self._spoiled(report))
             reports.append(report)
         return reports
 
@@ -95,13 +113,15 @@ class Examiner:
         return done
 
     def _sensitivities(self, cases: Sequence[Case], climbed: Sequence[list[Rung]]) -> list[tuple[float, ...] | None]:
-        """G(p) of every case, from N_PROBES perturbations in the most precise rung."""
+        """G(p) of every case, from N_PROBES perturbations in the most precise rung; an object is compared with itself,
+        so the one that was climbed with will do."""
         tops = [_top(rungs) for rungs in climbed]
         found: list[tuple[float, ...] | None] = [None] * len(cases)
         for dtype in dict.fromkeys(_dtype(top) for top in tops if top is not None):
             mine = [i for i, top in enumerate(tops) if top is not None and _dtype(top) == dtype]
-            thing, unit = self.build(dtype), _probe_unit(dtype)
-            self._used = (dtype, thing)
+            if self._used is None or self._used[0] != dtype:
+                self._used = (dtype, self.build(dtype))
+            thing, unit = self._used[1], _probe_unit(dtype)
             weights = weights_in(thing)
             if not weights:
                 continue
@@ -133,8 +153,7 @@ class Examiner:
         place = self._locate(report, thing, dtype, references)
         layer = place.layer if place else None
         profile = place.profile if place else pd.DataFrame(columns=["layer", "max_abs", "rel_linf", "bound"])
-        windows = self._windows
-        shape = profile_shape(profile, layer if semantic else None, windows)
+        shape = profile_shape(profile, layer if semantic else None, self._windows, place.own if place else None)
         signature = None
         if semantic:
             signature = describe(
@@ -142,8 +161,7 @@ class Examiner:
                 site=place.site if place else None,
                 equal_before=place.equal_before if place else (),
                 tables=place.tables if place else (),
-                profile=profile,
-                windows=windows,
+                watched=len(profile) > 0,
                 bad=report.decision.bad,
                 positions=case.positions,
                 n_prompt=case.n_prompt,
@@ -151,6 +169,24 @@ class Examiner:
                 references=references,
             )
         return replace(report, references=references, place=place, signature=signature, profile_shape=shape)
+
+    def _spoiled(self, report: CaseReport) -> dict[str, localise.Spoiled]:
+        """Where each path stops being finite, on a fresh object of the rung that shows it."""
+        rung = next(r for r in report.rungs if r.evidence.dtype == report.decision.rung)
+        found: dict[str, localise.Spoiled] = {}
+        try:
+            thing = self.build(_dtype(rung))
+        except NonFiniteError:  # said in the rung's error
+            return found
+        for path in rung.evidence.nonfinite if self._models(thing) else ():
+            seen = localise.first_nonfinite(self._trace(thing, report.case, path, None))
+            if seen is not None and seen.layer is not None and seen.layer >= 0:
+                module = localise.first_nonfinite(self._trace(thing, report.case, path, seen.layer))
+                if module is not None:
+                    seen = replace(module, largest_before=max(seen.largest_before, module.largest_before))
+            if seen is not None:
+                found[path] = seen
+        return found
 
     def _references(self, report: CaseReport, thing: Any, dtype: torch.dtype) -> References:
         """Ask both paths about changed, missing and repeated tokens; a path that cannot say is left out."""
@@ -240,12 +276,17 @@ class Examiner:
         layer = localise.first_layer(profile) if decision.verdict == "semantic" else None
         tables = localise.differing_tables(ours, theirs, position, limits) if layer is not None else ()
         site: str | None = None
+        own: tuple[int, ...] | None = None
         equal: tuple[str, ...] = ()
+        if layer is not None and localise.can_swap_inputs(ours, theirs):
+            with localise.same_inputs(models, theirs):
+                swapped = self._trace(thing, case, "cached", None)
+            own = localise.wrong_layers(swapped, theirs, position, limits)
         if layer is not None and layer >= 0:
             ours, theirs, limits = self._traces(case, thing, dtype, decision.roundoff, inside=layer)
             site, equal = localise.first_site(ours, theirs, position, limits, skip=tables)
             equal = tuple(name for name in equal if f".{layer}." in name)
-        return localise.Place(layer, site, equal, tables, profile)
+        return localise.Place(layer, site, equal, tables, profile, own)
 
     def _traces(
         self, case: Case, thing: Any, dtype: torch.dtype, roundoff: float | None, inside: int | None = None

@@ -1,9 +1,9 @@
 """How does the difference of two paths go with precision? The rungs of a ladder, each on fresh weights.
 
 A `Case` is a pair of paths on given tokens; a path is any function (object, tokens) -> logits, a row for each compared
-position. `climb` builds a fresh object for every precision, runs both paths of every case on it, and keeps the logits;
-the first case in every precision, and every case in the first precision, run twice. A precision that a model has no
-code for is a missing rung, not an error, as long as another rung runs.
+position. `climb` builds a fresh object for every precision, the coarsest first, runs both paths of every case on it,
+and keeps the logits; the first case in every precision, and every case in the finest precision, run twice. A precision
+that a model has no code for is a missing rung, not an error, as long as another rung runs.
 
 Controls: the second call of a path is its floor (0 when it repeats); random number generators are set differently
 before every call, so chance shows; an object returned twice, or with weights of another dtype, is refused.
@@ -143,18 +143,32 @@ class Builder:
         return thing
 
 
-def climb(build: Builder, cases: Sequence[Case], dtypes: Sequence[torch.dtype], call: Caller) -> list[list[Rung]]:
-    """All rungs of every case.
+def climb(
+    build: Builder, cases: Sequence[Case], dtypes: Sequence[torch.dtype], call: Caller
+) -> tuple[list[list[Rung]], Any]:
+    """All rungs of every case, and the object of the finest one (None if it could not be built) for further questions.
+
+    Args:
+        build: Makes the objects.
+        cases: What to run on each.
+        dtypes: The finest first.
+        call: Calls the paths.
 
     Raises:
         InputError: No rung could be run, or a path mixes dtypes where the other does not.
     """
     rungs: list[list[Rung]] = [[] for _ in cases]
     errors: list[Exception] = []
-    for dtype in dtypes:
+    thing: Any = None
+    for dtype in reversed(dtypes):
         name = str(dtype).removeprefix("torch.")
+        thing = None  # the object before goes before the next one comes
         try:
             thing = build(dtype)
+        except NonFiniteError as error:
+            for rung in rungs:
+                rung.append(Rung(RungEvidence(name, "nonfinite", nonfinite=PATHS, error=f"build: {error}"), {}, {}))
+            continue
         except MechkvError:
             raise
         except UNRUNNABLE as error:
@@ -165,15 +179,14 @@ def climb(build: Builder, cases: Sequence[Case], dtypes: Sequence[torch.dtype], 
         for index, case in enumerate(cases):
             again = index == 0 or dtype == dtypes[0]
             rungs[index].append(_rung(name, thing, case, call, errors, again))
-        del thing
     if all(rung.evidence.status == "missing" for case in rungs for rung in case):
         raise InputError(
             "the paths could not be run in any precision",
-            got=rungs[0][-1].evidence.error,
+            got=rungs[0][0].evidence.error,
             expected="logits from both paths in at least one dtype",
             remedy="Call them yourself first: cached(build(torch.float32), tokens).",
         ) from (errors[-1] if errors else None)
-    return rungs
+    return [rung[::-1] for rung in rungs], thing
 
 
 def _rung(name: str, thing: Any, case: Case, call: Caller, errors: list[Exception], again: bool) -> Rung:

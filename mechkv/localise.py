@@ -9,6 +9,9 @@ over all tokens gives row p from the call that ended at p if there is one (a ful
 otherwise the calls are rows of one sequence, in order. Rows are aligned at the end, so left padding shifts nothing.
 In a batch, the row of the batch is the one whose embeddings are nearest to the other path's.
 
+Which layers are wrong by themselves: one path runs again with the input of every block replaced by the other path's
+(`same_inputs`), so that a block's output differs by what the block itself did, not by what came before it.
+
 Controls: the response of every layer to perturbed weights (`conditioning`) is its bound; the hooks are removed whatever
 happens, and a path with hooks gives the same bits.
 """
@@ -28,9 +31,11 @@ EMBEDDING = -1
 
 @dataclass
 class Trace:
-    """Rows of every watched module in one run: name -> one `[batch, row, feature]` tensor per call."""
+    """Rows of every watched module in one run: name -> one `[batch, row, feature]` tensor per call; `inside`: the block
+    whose modules were watched."""
 
     n_tokens: int
+    inside: int | None = None
     calls: dict[str, list[Tensor]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -70,7 +75,7 @@ def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
 @contextmanager
 def watch(model: nn.Module, n_tokens: int, inside: int | None = None) -> Iterator[Trace]:
     """Record block outputs, what enters block 0 and what comes before it; with `inside`, every module of that block."""
-    trace = Trace(n_tokens)
+    trace = Trace(n_tokens, inside)
     prefix, blocks = find_blocks(model)
     handles: list[Any] = []
 
@@ -136,6 +141,7 @@ class Place:
         equal_before: Modules of that block that ran before and are within their bounds.
         tables: Names of position tables (rotary cosines and sines) that differ at that row.
         profile: One row per layer (-1: embedding): max abs and relative difference at the row, and the bound.
+        own: Layers that differ at that row when they are given the other path's input; None where it was not tried.
     """
 
     layer: int | None
@@ -143,6 +149,7 @@ class Place:
     equal_before: tuple[str, ...]
     tables: tuple[str, ...]
     profile: pd.DataFrame
+    own: tuple[int, ...] | None = None
 
 
 def layer_profile(ours: Trace, theirs: Trace, position: int, limits: "Limits") -> pd.DataFrame:
@@ -189,6 +196,51 @@ def first_site(
     return None, tuple(equal)
 
 
+@contextmanager
+def same_inputs(models: Sequence[nn.Module], theirs: Trace) -> Iterator[None]:
+    """Give every block of `models` the other path's input at the same positions, in a path that processes every token
+    once, in order."""
+    handles: list[Any] = []
+
+    def give(rows: Tensor) -> Callable[..., Any]:
+        done = 0
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal done
+            given = [*args, *kwargs.values()]
+            at = next(i for i, x in enumerate(given) if isinstance(x, Tensor) and x.is_floating_point())
+            start, done = done, done + given[at].shape[-2]
+            given[at] = rows[:, start:done].to(given[at]).reshape(given[at].shape)
+            return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+        return hook
+
+    try:
+        for model in models:
+            for layer, block in enumerate(find_blocks(model)[1]):
+                rows = theirs.rows("embedding" if layer == 0 else f"block {layer - 1}")
+                if rows is not None:
+                    handles.append(block.register_forward_pre_hook(give(rows), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def can_swap_inputs(ours: Trace, theirs: Trace) -> bool:
+    """Whether `same_inputs` means something: batch size 1, and our path processes every token exactly once."""
+    calls, rows = ours.calls.get("block 0", []), theirs.rows("embedding")
+    once = all(call.shape[0] == 1 for call in calls) and sum(call.shape[1] for call in calls) == ours.n_tokens
+    return once and rows is not None and rows.shape[:2] == (1, theirs.n_tokens)
+
+
+def wrong_layers(swapped: Trace, theirs: Trace, position: int, limits: "Limits") -> tuple[int, ...]:
+    """Layers whose output at a position is beyond its bound, in a run with the other path's inputs."""
+    profile = layer_profile(swapped, theirs, position, limits)
+    over = profile[(profile["max_abs"] > profile["bound"]) & (profile["layer"] >= 0)]
+    return tuple(int(layer) for layer in over["layer"])
+
+
 def leaks(before: Trace, after: Trace, limits: "Limits") -> float:
     """By how many times its bound an earlier row of the longest pass moves when only the last token changed."""
     largest = 0.0
@@ -203,15 +255,31 @@ def leaks(before: Trace, after: Trace, limits: "Limits") -> float:
     return largest
 
 
-def first_nonfinite(trace: Trace) -> tuple[str, float] | None:
-    """The first module with a NaN or infinity, and the largest finite magnitude seen before it."""
+@dataclass(frozen=True)
+class Spoiled:
+    """Where a run stops being finite.
+
+    Attributes:
+        layer: The first block with NaN or infinity in its output, -1 for the embedding; None outside the blocks.
+        site: The module, by name.
+        largest_before: The largest magnitude among the outputs before it.
+    """
+
+    layer: int | None
+    site: str
+    largest_before: float
+
+
+def first_nonfinite(trace: Trace) -> Spoiled | None:
+    """The first module, in order of completion, with NaN or infinity; in a trace of the inside of a block, of those."""
+    inner = [name for name in trace.order if name != "embedding" and not name.startswith("block ")]
     largest = 0.0
-    for name in trace.order:
-        values = torch.cat([call.reshape(-1) for call in trace.calls[name]]).double()
-        finite = values.isfinite()
-        if not bool(finite.all()):
-            return name, largest
-        largest = max(largest, float(values.abs().max()))
+    for name in inner if trace.inside is not None else trace.order:
+        calls = trace.calls[name]
+        if not all(bool(call.isfinite().all()) for call in calls):
+            layer = EMBEDDING if name == "embedding" else int(name.split()[1]) if name not in inner else trace.inside
+            return Spoiled(layer, name, largest)
+        largest = max(largest, *(_largest(call) for call in calls))
     return None
 
 

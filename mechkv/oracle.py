@@ -124,10 +124,11 @@ class OracleStudy(ForcedStudy):
         return found
 
     def sign_test(self, distance: str = "kl") -> PairedTest:
-        """Sign test over prompts: on how many is the mean distance of the cached path the smaller one?"""
+        """Sign test over prompts: on how many is the mean distance of the cached path the smaller one, by more than the
+        oracle's own floor?"""
         mean = self.decoded.groupby("prompt")[[f"cached_{distance}", f"recomputed_{distance}"]].mean()
         gap = mean[f"recomputed_{distance}"] - mean[f"cached_{distance}"]
-        return sign_test(int((gap > 0).sum()), int((gap < 0).sum()))
+        return sign_test(int((gap > self.floor(distance)).sum()), int((gap < -self.floor(distance)).sum()))
 
     def plot(self) -> "dict[str, Figure]":
         """The figures by name (see `plots_precision`)."""

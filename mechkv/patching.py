@@ -12,6 +12,8 @@ Recovery is that of `patch_bench`: 1 where the patched logits are those of the s
 are computed from, so patching it restores that step's logits by construction and says nothing about causes; nothing of
 it stays in the KV state of that layer's successors, there are none. So the sweep also takes the next steps from the
 patched state, unpatched (`later` 1, 2, ...; destination `cached` only, since the recomputed path carries nothing over).
+Where the two paths held the same bits in all layers of what is patched, the patch had nothing to change, and a drift
+that is born later is not one that it failed to repair: such later steps are counted (`n_idle`), not averaged.
 
 A part S of the KV state is *sufficient* as far as S alone recovers, and *necessary* as far as all but S does not
 (`PatchSweep.parts`).
@@ -125,20 +127,30 @@ class PatchSweep(CausalResult):
     CONFIG: ClassVar[type] = SweepConfig
 
     def summary(self, metric: str = "rel_l2", seed: int = 0) -> pd.DataFrame:
-        """Mean recovery per kind, dose, target, layer and steps later, with a 95 % interval over prompts; rows without
-        a defined recovery are counted (`n_undefined`), not averaged."""
+        """Mean recovery per kind, dose, target, layer and steps later, with a 95 % interval over prompts. Rows
+        without a defined recovery (`n_undefined`) and later steps of an `idle` patch (`n_idle`) are counted instead."""
         keys, value = ["kind", "dose", "target", "layer", "later"], f"recovery_{metric}"
-        defined = self.frame[self.frame[value].notna()]
-        counts = self.frame.groupby(keys, sort=False)
+        table = self.frame.assign(idle=self.idle())
+        defined = table[table[value].notna() & ~table["idle"]]
+        counts = table.assign(undefined=table[value].isna() & ~table["idle"]).groupby(keys, sort=False)
         rest = counts.agg(
             equals_source=("equals_source", "mean"),
             unchanged=("unchanged", "mean"),
-            n_undefined=(value, lambda v: int(v.isna().sum())),
+            n_undefined=("undefined", "sum"),
+            n_idle=("idle", "sum"),
         ).reset_index()
         if not len(defined):
             return rest.assign(estimate=math.nan, low=math.nan, high=math.nan, n_clusters=0, n_rows=0, metric=metric)
         table = cluster_bootstrap(defined, value, by=keys, seed=seed)
         return rest.merge(table, on=keys, how="left").assign(metric=metric)
+
+    def idle(self) -> pd.Series:
+        """Per row of the frame, whether it is a later step at whose patched step the paths differed nowhere in what is
+        patched (K and V rows, residual stream, or both), in any layer."""
+        table = self.frame[["prompt", "step"]].assign(family=self.frame["target"].map(_family))
+        changes = self.frame["n_changed"].where(self.frame["kind"] == "patch", 0)
+        most = changes.groupby([table[name] for name in table]).transform("max")
+        return (self.frame["later"] > 0) & (most == 0)
 
     def parts(self, metric: str = "rel_l2", seed: int = 0) -> pd.DataFrame:
         """Sufficiency (recovery of S alone) and necessity (1 - recovery of all but S) of each part S of the KV state,
@@ -159,6 +171,10 @@ class PatchSweep(CausalResult):
         from mechkv import plots_patching
 
         return plots_patching.sweep_figures(self)
+
+
+def _family(target: str) -> str:
+    return target if target in ("residual", "everything") else "kv"
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class At:
 
 @runtime_checkable
 class Intervention(Protocol):
-    """Changes values while a path runs; the engine is in `mechkv.patching`, the decode loop knows this much."""
+    """Changes values while a path runs; `mechkv.interventions` has patches, the decode loop knows this much."""
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class PathRunner:
         log: GuardLog | None = None,
     ) -> None:
         if path not in ("cached", "recomputed"):
-            raise InputError("unknown path", got=repr(path), expected="'cached' or 'recomputed'", remedy="See design.")
+            raise InputError("unknown path", got=repr(path), expected="'cached' or 'recomputed'", remedy="Name one.")
         self.model, self.path, self.rows = model, path, rows
         self.log = GuardLog() if log is None else log
         self.interventions = tuple(interventions)

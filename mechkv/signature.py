@@ -49,7 +49,6 @@ class Signature:
 
     Attributes:
         kind: As coarse as the evidence.
-        profile: Shape over the layers.
         when: Over the steps.
         text: What it can be.
         convicted: `cached`, `recomputed`, or None: the pair alone cannot tell.
@@ -57,25 +56,42 @@ class Signature:
     """
 
     kind: Kind
-    profile: str
     when: str
     text: str
     convicted: str | None
     because: str
 
 
-def profile_shape(profile: pd.DataFrame, layer: int | None, windows: Sequence[bool] = ()) -> str:
-    """The shape over the layers: embedding, block 0 flat, jump at one layer, only window layers, smooth growth."""
+def profile_shape(
+    profile: pd.DataFrame, layer: int | None, windows: Sequence[bool] = (), own: Sequence[int] | None = None
+) -> str:
+    """The shape over the layers: embedding, block 0 flat, jump at one layer, only window layers, smooth growth.
+
+    Args:
+        profile: Difference and bound by layer (-1: what enters block 0).
+        layer: The first one beyond its bound; None for rounding.
+        windows: Which layers have a sliding window.
+        own: Layers that are wrong when they are given the other path's input; None where that is unknown.
+    """
     if not len(profile):
         return "no layers within reach"
     if layer is None:
+        over = profile[profile["max_abs"] > profile["bound"]]
+        if len(over):
+            return f"beyond the bound of layer {int(over['layer'].iloc[0])}, though the logits are within theirs"
         return "zero everywhere" if (profile["max_abs"] == 0).all() else "smooth growth"
     if layer < 0:
         return "embedding"
-    mixed = any(windows) and not all(windows)
-    if mixed and layer < len(windows) and windows[layer] and not any(not w for w in windows[:layer]):
-        return f"from a window layer on (layer {layer})"
-    return "block 0, flat" if layer == 0 else f"jump at layer {layer}"
+    if not own:
+        return "block 0, flat" if layer == 0 else f"jump at layer {layer}"
+    if len(own) == 1:
+        return f"jump at layer {own[0]}, the others are right by themselves"
+    if any(windows) and tuple(own) == tuple(i for i, window in enumerate(windows) if window) and not all(windows):
+        return f"only window layers ({', '.join(map(str, own))})"
+    n_layers = int((profile["layer"] >= 0).sum())
+    if len(own) == n_layers:
+        return "block 0, flat: every layer is wrong by itself"
+    return f"{len(own)} of {n_layers} layers wrong by themselves: {', '.join(map(str, own))}"
 
 
 def when(bad: Sequence[int], positions: Sequence[int], n_prompt: int, chunks: int) -> str:
@@ -121,22 +137,20 @@ def describe(
     site: str | None,
     equal_before: Sequence[str],
     tables: Sequence[str],
-    profile: pd.DataFrame,
-    windows: Sequence[bool],
+    watched: bool,
     bad: Sequence[int],
     positions: Sequence[int],
     n_prompt: int,
     chunks: int,
     references: References,
 ) -> Signature:
-    """Kind, shape and side of a semantic difference."""
+    """Kind, time and side of a semantic difference; `watched`: the layers of a torch model were looked at."""
     time = when(bad, positions, n_prompt, chunks)
     side, because = convict(references)
-    shape = profile_shape(profile, layer, windows)
     kind, text = _kind(layer, site, equal_before, tables, time, references)
-    if kind == "unknown" and len(profile):
+    if kind == "unknown" and watched:
         text = "what comes after the last block (the final norm or the unembedding): every block agrees"
-    return Signature(kind, shape, time, text, side, because)
+    return Signature(kind, time, text, side, because)
 
 
 def _kind(

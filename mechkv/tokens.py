@@ -1,7 +1,7 @@
 """Which tokens are decoded? Prompts, given as texts or as token tensors, become checked token tensors.
 
 Conventions
-    One int64 tensor of shape [pos] a prompt: batch size is 1 on both paths (design rule 6), so there is no padding.
+    One int64 tensor of shape [pos] a prompt: batch size is 1 on both paths, so there is no padding.
     Texts are tokenised as the given tokenizer does by default. That of a bridge is TransformerLens' own copy, which
     puts a begin-of-text token first wherever there is one, even where the model's own tokenizer leaves it out
     (SmolLM2): for other tokens pass tensors. Tensors are taken as they are (a copy, on their own device).

@@ -144,8 +144,8 @@ class TwinStudy:
     def verdicts(self) -> pd.DataFrame:
         """Cause by cause whether C4 holds: the predicted measure's relative effect, and the verdict on it (`judge`).
 
-        A twin whose drift is `identical`, where there is drift at all, is `not reproduced` without an interval: the
-        cause changes no bit. `n_undefined` counts prompts without any drift at the last layer.
+        A twin whose drift is `identical` shows that the cause changes no bit; on fewer drifting prompts than an
+        interval needs that is not a verdict either. `n_undefined` counts prompts without drift at the last layer.
         """
         effects = self.effects().set_index(["twin", "measure"])
         rows = []
@@ -154,13 +154,11 @@ class TwinStudy:
                 continue
             measure, sign = PREDICTIONS[twin.cause]
             row = effects.loc[(name, measure)]
-            identical, drifts = self.identical(name), row["n_undefined"] < self.frame["prompt"].nunique()
-            judged = judge(row["relative"], row["relative_low"], row["relative_high"], sign)
-            verdict = "not reproduced" if identical and drifts else judged
+            verdict = judge(row["relative"], row["relative_low"], row["relative_high"], sign)
             rows.append(
                 {"twin": name, "cause": twin.cause, "measure": measure, "predicted": "falls" if sign < 0 else "grows"}
                 | {key: row[key] for key in ("model", "relative", "relative_low", "relative_high", "n_clusters")}
-                | {"identical": identical, "n_undefined": row["n_undefined"], "verdict": verdict}
+                | {"identical": self.identical(name), "n_undefined": row["n_undefined"], "verdict": verdict}
             )
         return pd.DataFrame(rows)
 

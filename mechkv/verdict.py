@@ -183,8 +183,11 @@ def _judge(usable: Sequence[RungEvidence], sensitivity: Sequence[float] | None, 
             )
             return _numerical(usable, top, island / ROUNDOFF["float32"], ROUNDOFF["float32"], how, kept)
         if island is None:
-            text = f"they differ by {top.largest:.2g} in float64 without a 16-bit rung to say what rounding does"
-            return Decision("inconclusive", f"{text}; add float16 or bfloat16", top.dtype, bad, notes=tuple(kept))
+            text = (
+                f"they differ by {top.largest:.2g} in float64, and no 16-bit rung that differs says what rounding does"
+            )
+            remedy = "let build return the weights, or add float16 or bfloat16"
+            return Decision("inconclusive", f"{text}; {remedy}", top.dtype, bad, notes=tuple(kept))
         bad = _beyond(top.difference, island)
     used = island if island is not None else bound
     roundoff = ROUNDOFF["float32"] if island is not None else top.unit_roundoff

@@ -101,6 +101,16 @@ def padded(net: PreTrainedModel, fed: Tensor, n_prompt: int, **more) -> Tensor:
     return cached(net, fed, n_prompt, pads=PADS, options=pad_mask, **more)
 
 
+def pads_by_mask(net: PreTrainedModel, fed: Tensor, n_prompt: int, *, hidden: float | None = None) -> Tensor:
+    """One pass over a left-padded row with a mask made by hand, `hidden` where it hides: whole rows, for padding."""
+    row = torch.cat([fed.new_zeros(PADS), fed])
+    closed = torch.ones(len(row), len(row), dtype=torch.bool).triu(1)
+    closed[:, :PADS] = True
+    value = torch.finfo(net.dtype).min if hidden is None else hidden
+    mask = torch.zeros(len(row), len(row), dtype=net.dtype).masked_fill(closed, value)
+    return net(row[None], attention_mask=mask[None, None], use_cache=False).logits[0, PADS + n_prompt - 1 :]
+
+
 def static(net: PreTrainedModel, fed: Tensor, n_prompt: int) -> Tensor:
     return cached(net, fed, n_prompt, cache=StaticCache(config=net.config, max_cache_len=len(fed)))
 

@@ -81,6 +81,24 @@ def test_all_old_rows_are_the_cell_of_the_factorial(sweep, single, walks):
     assert patched["kl"].tolist() == cell["kl"].tolist()
 
 
+def test_a_patch_that_had_nothing_to_change_is_left_out_of_later_steps_alone(sweep):
+    frame, kv = sweep.frame, sweep.frame["target"].str.match("k|v")
+    still = (frame["prompt"] == 1) & kv
+    planted = replace(sweep, frame=frame.assign(n_changed=frame["n_changed"].where(~still, 0)))
+    table = planted.summary().set_index(["kind", "target", "layer", "later"])
+    before = sweep.summary().set_index(["kind", "target", "layer", "later"])
+    whole = ("patch", "kv", ALL_LAYERS)
+    assert table.loc[(*whole, 1), ["n_idle", "n_rows"]].tolist() == [1, 1]
+    kept = rows(sweep, kind="patch", target="kv", layer=ALL_LAYERS, later=1, prompt=0)["recovery_rel_l2"]
+    assert table.loc[(*whole, 1), "estimate"] == kept.item() != before.loc[(*whole, 1), "estimate"]
+    assert table.loc[(*whole, 0), "n_idle"] == 0  # at its own step "no effect" is an answer
+    assert table.loc[(*whole, 0), "estimate"] == before.loc[(*whole, 0), "estimate"]
+    assert table.loc[("patch", "residual", ALL_LAYERS, 1), "n_idle"] == 0  # it had something to change
+    # rows of the prompt never differ, but others did: that they recover nothing is an answer too
+    assert before.loc[("patch", "kv_prefill", ALL_LAYERS, 1), ["n_idle", "n_rows"]].tolist() == [0, 2]
+    assert before["n_idle"].sum() == 0
+
+
 def test_necessity_is_what_the_complement_leaves(sweep):
     parts = sweep.parts().set_index(["later", "part"])
     assert parts.loc[(0, "k"), "necessity"] == pytest.approx(1 - parts.loc[(0, "v"), "sufficiency"])

@@ -205,12 +205,7 @@ def test_cache_in_another_dtype_is_a_clear_error():
 
 
 def test_infinite_mask_in_padded_rows_is_masking_not_overflow():
-    def infinite(net, fed, n_prompt):
-        row = torch.cat([fed.new_zeros(c.PADS), fed])
-        mask = torch.full((len(row), len(row)), -math.inf).triu(1).to(net.dtype)
-        mask[:, : c.PADS] = -math.inf
-        return net(row[None], attention_mask=mask[None, None], use_cache=False).logits[0, c.PADS + n_prompt - 1 :]
-
+    infinite = partial(c.pads_by_mask, hidden=-math.inf)
     report = c.check(c.builder("llama"), infinite, c.full, dtypes=("float32", "float16"))
     assert report.verdict == "nonfinite"
     assert "masking" in report.reason

@@ -1,5 +1,6 @@
 """What must stay clean, and the traps of a verdict rule: never `semantic` for rounding, never `numerical` for a bug."""
 
+import json
 from functools import partial
 
 import numpy as np
@@ -23,6 +24,24 @@ def test_left_padding_that_the_model_allows_for(kind):
     """OPT takes its positions from the mask; rotary attention sees only how far apart tokens are."""
     report = c.check(c.builder(kind), c.padded, c.full)
     assert report.verdict in CLEAN
+
+
+def test_nan_in_float64_alone_is_an_artefact_and_not_a_bug():
+    """A mask value made for float64 overflows in the float32 softmax of eager attention, in rows of padding."""
+    report = c.check(c.builder("llama"), c.pads_by_mask, c.full)
+    assert report.rungs.set_index("dtype").loc["float64", "status"] == "nonfinite"
+    assert report.verdict in CLEAN
+    assert any("artefact" in note and "float64" in note for note in report.evidence["notes"])
+
+
+def test_a_model_that_overflows_while_it_is_built_is_a_verdict_and_not_an_error():
+    hot = tiny_hf("llama-gqa")
+    hot.model.layers[1].mlp.down_proj.weight.data *= 2e5
+    report = mechkv.check(hot, dtypes=("float32", "float16"), n_steps=3, prompts=[tokens(8)])
+    assert (report.verdict, report.exit_code) == ("nonfinite", 3)
+    assert "overflow" in report.reason
+    assert any("layer 1" in note for note in report.evidence["notes"])
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["verdict"] == "nonfinite"
 
 
 _SCALINGS = [
@@ -99,13 +118,16 @@ def test_missing_top_rung():
     assert any("float64 could not be run" in note for note in report.evidence["notes"])
 
 
-def test_functions_without_weights_within_reach_are_judged_by_the_ladder():
-    class Hidden:
-        __slots__ = ()
-
+@pytest.mark.parametrize(
+    ("attention", "verdict"),
+    [
+        ("sdpa", "numerical"),
+        ("eager", "inconclusive"),  # an island in float64, and 16-bit rungs that happen to be equal: nothing scales it
+    ],
+)
+def test_functions_without_weights_within_reach_are_judged_by_the_ladder(attention, verdict):
     def build(dtype):
-        net = c.model("llama", dtype)
-        store[dtype] = net
+        store[dtype] = c.model("llama", dtype, attention=attention)
         return dtype
 
     store: dict = {}
@@ -118,7 +140,7 @@ def test_functions_without_weights_within_reach_are_judged_by_the_ladder():
     clean = c.check(
         build, lambda d, fed, n_prompt: c.cached(store[d], fed, n_prompt), right, dtypes=mechkv.checking.DTYPES, seed=1
     )
-    assert clean.verdict in (*CLEAN, "inconclusive")
+    assert clean.verdict == verdict
     assert clean.rungs["bound"].isna().all()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mechkv
-from mechkv import cli
+from mechkv import check_model, cli
 from tests.tiny import tiny_bridge, tiny_hf, tiny_tokenizer, tokens
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "small_gpt"
@@ -144,6 +144,32 @@ def test_a_model_in_memory_is_left_alone():
 def test_a_bridge_is_checked_from_its_weights():
     report = mechkv.check(tiny_bridge("mistral-window"), dtypes=("float32",), n_steps=4, prompts=[tokens(18)], chunk=0)
     assert report.verdict in ("numerical", "identical")
+
+
+def test_sampled_positions_are_admitted(monkeypatch):
+    """On large models some steps are compared: a bug that begins between two of them is not pinned to the later one."""
+    net = tiny_hf("mistral-window", sliding_window=6)
+    right = check_model._cached
+
+    def another_window(bridge, *arguments, **options):
+        config = bridge.original_model.config
+        config.sliding_window = 16
+        try:
+            return right(bridge, *arguments, **options)
+        finally:
+            config.sliding_window = 6
+
+    monkeypatch.setattr(check_model, "_cached", another_window)
+    found = {}
+    for limit in (check_model.SMALL, 0):
+        monkeypatch.setattr(check_model, "SMALL", limit)
+        report = mechkv.check(net, dtypes=("float32",), n_steps=12, prompts=[tokens(15)], chunk=0)
+        assert report.verdict == "semantic"
+        found[limit] = report.first_position, [n for n in report.evidence["notes"] if "were not compared" in n]
+    (exact, none), (later, said) = found.values()
+    assert (exact, none) == (6, [])
+    assert later > exact
+    assert said == [f"positions 4 to {later - 1} were not compared: it may begin there"]
 
 
 def test_short_prompts_are_refused():

@@ -1,5 +1,7 @@
 """The same run in two processes has the same bits; a process that computes something else is found out."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,7 +15,7 @@ from tests.tiny import tiny_hf, tiny_tokenizer, tokens
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     place = tmp_path_factory.mktemp("model")
-    tiny_hf("llama-gqa", dtype=torch.float16).save_pretrained(place)
+    tiny_hf("llama-gqa", dtype=torch.float16, num_hidden_layers=1).save_pretrained(place)
     tiny_tokenizer().save_pretrained(place)
     return str(place)
 
@@ -40,8 +42,13 @@ def test_one_changed_value_in_one_process_is_seen(monkeypatch) -> None:
     assert table.loc["recomputed", "same_drift"] == pytest.approx(2 / 3)
 
 
-def test_unusable_requests_and_failing_processes_are_errors(folder) -> None:
+def test_unusable_requests_and_failing_processes_are_errors(folder, tmp_path, monkeypatch) -> None:
     with pytest.raises(InputError, match="processes"):
         determinism(folder, [tokens(9)], threads=(1,))
-    with pytest.raises(ModelError, match="process of the determinism check failed"):
-        determinism(folder + "/missing.gguf", [tokens(9)], threads=(1, 1))
+    broken = tmp_path / "broken"  # stands in for Python: starting the real one costs seconds
+    broken.write_text("#!/bin/sh\necho 'Traceback' >&2\necho 'ModelError: no such file' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(ModelError, match="process of the determinism check failed") as caught:
+        determinism(folder, [tokens(9)], threads=(1, 1))
+    assert "ModelError: no such file" in str(caught.value)

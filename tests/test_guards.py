@@ -67,6 +67,17 @@ def test_attention_that_fires_no_pattern_is_refused(shared_bridge, monkeypatch):
         run(shared_bridge(), "cached", n_steps=0)
 
 
+def test_attention_over_fewer_keys_than_the_cache_holds_is_refused(shared_bridge, monkeypatch):
+    def narrow(self, tap, value, now):
+        now.widths[tap.layer] = value.shape[-1] - (tap.layer == 1 and now.index == 1)
+
+    shared_bridge()  # admitted before the fault
+    monkeypatch.setattr(PathRunner, "_measure", narrow)
+    assert run(shared_bridge(), "cached", n_steps=0)
+    with pytest.raises(GuardError, match=r"attention of layer 1 did not see.*got a pattern over 13 keys; expected 14"):
+        run(shared_bridge(), "cached", n_steps=1)
+
+
 def test_autocast_is_refused(shared_bridge):
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(GuardError, match=r"autocast to torch.bfloat16"):
         run(shared_bridge(), "cached", n_steps=0)

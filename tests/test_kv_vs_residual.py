@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from experiments import kv_vs_residual
+from experiments import kv_vs_residual, outcome
 from experiments.kv_vs_residual import _verdict, inherited_finding, recovery_finding
 from mechkv.cli import main
 from mechkv.patching import ALL_LAYERS
@@ -29,15 +29,15 @@ def results(tmp_path_factory):
 
 
 def test_report_of_a_tiny_run(results):
-    outcome = kv_vs_residual.report(results, CONFIG)
-    assert [finding.claim for finding in outcome.findings] == ["C5", "C5"]
-    (section,) = outcome.sections
+    found = kv_vs_residual.report(results, CONFIG)
+    assert [finding.claim for finding in found.findings] == ["C5", "C5"]
+    (section,) = found.sections
     assert set(section.figures) == set(kv_vs_residual._CAPTIONS)
     for figure, caption in section.figures.values():
         assert all(axes.has_data() for axes in figure.axes)
         assert "float32" in caption
     shares = results.factorial.summary().set_index(["quantity", "measure"])
-    finding = outcome.findings[0]
+    finding = found.findings[0]
     assert finding.value == shares.loc[("logits", "inherited_share"), "estimate"]
     assert finding.low <= finding.value <= finding.high
     assert results.free.frame["prompt"].nunique() == 4
@@ -49,7 +49,8 @@ def test_report_of_a_tiny_run(results):
         ((0.9, 0.8, 1.0), "reproduced"),
         ((0.3, 0.2, 0.4), "not reproduced"),
         ((0.6, 0.4, 0.8), "partly"),
-        ((0.9, math.nan, math.nan), "partly"),
+        ((0.9, math.nan, math.nan), "not testable here"),
+        ((0.6, 0.4, math.inf), "partly"),
         ((math.nan, math.nan, math.nan), "not testable here"),
     ],
 )
@@ -70,6 +71,10 @@ def test_the_papers_observation_needs_both_halves(results, residual, kv, verdict
         frame.loc[here, "recovery_rel_l2"] = value + spread[here]
     planted = type(results.sweep)(**{**vars(results.sweep), "frame": frame})
     assert recovery_finding(planted, "here").verdict == verdict
+
+
+def test_an_infinite_bound_is_kept_and_an_undefined_one_is_not():
+    assert [outcome.number(x) for x in (0.4, math.inf, math.nan)] == [0.4, math.inf, None]
 
 
 def test_a_run_without_drift_is_not_testable(results):

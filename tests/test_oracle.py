@@ -42,6 +42,8 @@ def test_ties_are_counted_apart_and_the_share_is_of_decided_steps() -> None:
     assert found["share_cached"] == pytest.approx(2 / 3)
     assert found["gap"] == pytest.approx((1 + 1e-6 - 1 + 2) / 4)
     assert (found["prompts_cached"], found["prompts_recomputed"]) == (2, 0)
+    within = fabricated([1.0, 1.0, 2.0, 1.0], [1.0 + 1e-6, 1.0, 1.0, 3.0], floor=1e-5).sign_test()
+    assert (within.wins, within.losses) == (1, 0), "a mean difference within the floor is a tie"
     mirrored = fabricated([2.0, 1.0 + 1e-6, 1.0, 3.0], [1.0, 1.0, 2.0, 1.0], floor=1e-5).summary()
     assert mirrored["share_cached"] == pytest.approx(1 / 3)
     assert mirrored["gap"] == pytest.approx(-found["gap"])

@@ -67,7 +67,7 @@ def test_flipped_only_means_are_over_flipped_steps() -> None:
 @pytest.fixture(scope="module")
 def source():
     """Weights whose low bits no 16-bit dtype holds, and some too small for float16's normal range."""
-    hf = tiny_hf("llama-gqa")
+    hf = tiny_hf("llama-gqa", num_hidden_layers=1)
     for parameter in hf.parameters():
         parameter.data[..., 0] *= 1e-5
     import mechkv
@@ -104,7 +104,7 @@ def test_common_weights_hold_exactly_in_every_rung(source) -> None:
             assert torch.equal(value.to(dtype).float(), value)
         changed += int(not torch.equal(value, plain[name]))
     assert changed  # the weights of the source are not exact in 16 bits
-    huge = tiny_hf("llama-gqa")
+    huge = tiny_hf("llama-gqa", num_hidden_layers=1)
     huge.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e6
     import mechkv
 

@@ -24,12 +24,12 @@ def both(model) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_bridge("llama-gqa", dtype=torch.bfloat16)
+    return tiny_bridge("llama-gqa", dtype=torch.bfloat16, num_hidden_layers=2)
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3"])
 def test_all_lifts_are_bitwise_the_float32_model(family) -> None:
-    half = tiny_bridge(family, dtype=torch.bfloat16)
+    half = tiny_bridge(family, dtype=torch.bfloat16, num_hidden_layers=2)
     exact, plain = both(recast(half, "float32")), both(half)
     with lifted(half, POLICIES["LayerCast"]):
         found = both(half)

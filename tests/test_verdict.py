@@ -141,11 +141,16 @@ def test_when_in_words():
 def test_shapes_over_the_layers():
     import pandas as pd
 
-    profile = pd.DataFrame({"layer": [-1, 0, 1, 2], "max_abs": [0.0, 1e-7, 2e-7, 4e-7]})
+    profile = pd.DataFrame({"layer": [-1, 0, 1, 2], "max_abs": [0.0, 1e-7, 2e-7, 4e-7], "bound": [1e-6] * 4})
     assert profile_shape(profile, None) == "smooth growth"
     assert profile_shape(profile, -1) == "embedding"
     assert profile_shape(profile, 0) == "block 0, flat"
     assert profile_shape(profile, 2) == "jump at layer 2"
-    assert profile_shape(profile, 1, (False, True, False)) == "jump at layer 1"
-    assert profile_shape(profile, 0, (True, False, True)) == "from a window layer on (layer 0)"
+    windows = (True, False, True)
+    assert profile_shape(profile, 0, windows) == "block 0, flat"
+    assert profile_shape(profile, 0, windows, (0, 2)) == "only window layers (0, 2)"
+    assert profile_shape(profile, 0, windows, (0, 1)) == "2 of 3 layers wrong by themselves: 0, 1"
+    assert profile_shape(profile, 0, windows, (0, 1, 2)).startswith("block 0, flat")
+    assert profile_shape(profile, 0, windows, (0,)).startswith("jump at layer 0")
+    assert profile_shape(profile.assign(bound=3e-7), None).startswith("beyond the bound of layer 2")
     assert profile_shape(profile.assign(max_abs=0.0), None) == "zero everywhere"

@@ -73,7 +73,6 @@ class Patch:
             )
         print("recovery of the source path's logits with all layers patched (1: the source's logits, 0: no effect)")
         whole = recovery[(recovery["layer"] < 0) & (recovery["kind"] != "identity")]
-        print(
-            whole[["kind", "dose", "target", "later", "estimate", "low", "high", "n_undefined"]].to_string(index=False)
-        )
+        columns = ["kind", "dose", "target", "later", "estimate", "low", "high", "n_undefined", "n_idle"]
+        print(whole[columns].to_string(index=False))
         return 0
