@@ -42,7 +42,7 @@ class Check:
 
     def run(self) -> int:
         """Check and print."""
-        from mechkv.checking import DTYPES, check, prepare_folder
+        from mechkv.checking import DTYPES, check
         from mechkv.errors import InputError
 
         if (self.model is None) == (self.paths is None):
@@ -53,7 +53,7 @@ class Check:
                 remedy="mechkv check MODEL, or mechkv check --paths module:object.",
             )
         if self.out is not None:
-            prepare_folder(self.out)
+            _prepare_folder(self.out)
         if self.paths is not None:
             report = _check_object(self.paths, self.dtype)
         else:
@@ -112,3 +112,28 @@ def _check_object(where: str, dtypes: tuple[str, ...]) -> Any:
         name=where,
         **optional,
     )
+
+
+def _prepare_folder(folder: Path | str) -> None:
+    """Refuse a folder that a report cannot be saved to, before anything is run.
+
+    Raises:
+        StorageError: It cannot be written, or holds files that are not a report's.
+    """
+    from mechkv import storage
+    from mechkv.checking import TABLES
+    from mechkv.errors import StorageError
+
+    place = Path(folder)
+    ours = {"check.json", storage.INDEX, *(f"{name}.parquet" for name in TABLES)}
+    foreign = sorted(file.name for file in place.iterdir() if file.name not in ours) if place.is_dir() else []
+    if foreign:
+        raise StorageError(
+            f"{place} cannot be used for a report",
+            got=f"a folder with other files in it, such as {foreign[0]}",
+            expected="a new or empty folder, or that of an earlier report",
+            remedy="Give another folder.",
+        )
+    trial = place / ".trial"
+    storage.write_bytes(trial, b"")
+    trial.unlink()
