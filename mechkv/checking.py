@@ -25,7 +25,7 @@ from torch import Tensor
 from mechkv import provenance, storage
 from mechkv.check_model import model_build, model_cases
 from mechkv.check_tables import first_flips, flip_words, position_frame, rung_rows, rung_table
-from mechkv.errors import CacheError, InputError, StorageError
+from mechkv.errors import CacheError, InputError
 from mechkv.examine import CaseReport, Examiner, Modules
 from mechkv.ladder import Case, PathFunction
 from mechkv.models import dtype_name, to_dtype
@@ -94,7 +94,7 @@ class CheckReport:
         place = Path(folder)
         for name in ("rungs", "frame", "profile"):
             storage.write_frame(place / f"{name}.parquet", getattr(self, name))
-        rest = {name: value for name, value in asdict(self).items() if name not in _TABLES}
+        rest = {name: value for name, value in asdict(self).items() if name not in TABLES}
         storage.write_json(place / "check.json", rest, nan_as_null=True)
         storage.seal(place, KIND, {"verdict": self.verdict})
         return place
@@ -103,7 +103,7 @@ class CheckReport:
     def load(cls, folder: Path | str) -> "CheckReport":
         """Read what `save` wrote."""
         place = storage.open_folder(Path(folder), KIND).path
-        tables = {name: storage.read_frame(place / f"{name}.parquet") for name in _TABLES}
+        tables = {name: storage.read_frame(place / f"{name}.parquet") for name in TABLES}
         return cls(**storage.read_json(place / "check.json"), **tables)
 
     def __str__(self) -> str:
@@ -121,28 +121,7 @@ class CheckReport:
         return "\n".join(lines)
 
 
-_TABLES = ("rungs", "frame", "profile")
-
-
-def prepare_folder(folder: Path | str) -> None:
-    """Refuse a folder that a report cannot be saved to, before anything is run.
-
-    Raises:
-        StorageError: It cannot be written, or holds files that are not a report's.
-    """
-    place = Path(folder)
-    ours = {"check.json", storage.INDEX, *(f"{name}.parquet" for name in _TABLES)}
-    foreign = sorted(file.name for file in place.iterdir() if file.name not in ours) if place.is_dir() else []
-    if foreign:
-        raise StorageError(
-            f"{place} cannot be used for a report",
-            got=f"a folder with other files in it, such as {foreign[0]}",
-            expected="a new or empty folder, or that of an earlier report",
-            remedy="Give another folder.",
-        )
-    trial = place / ".trial"
-    storage.write_bytes(trial, b"")
-    trial.unlink()
+TABLES = ("rungs", "frame", "profile")
 
 
 def check_paths(
