@@ -36,11 +36,11 @@ prompts = [format_prompt(problem) for problem in word_problems()[:4]]
 # attention really reads the cache.
 #
 # The profile walks both paths in lockstep and keeps no activations, only metrics, so it would not need more memory for a
-# thousand steps. Ten steps and four prompts are few: the bands below are wide, as they should be. (On a processor without
+# thousand steps. Eight steps and four prompts are few: the bands below are wide, as they should be. (On a processor without
 # 16-bit matrix instructions float16 is slow; the cell takes about a minute.)
 
 # %%
-profile = mechkv.drift_profile(model, prompts, mechkv.DriftConfig(n_steps=10, split_every=3))
+profile = mechkv.drift_profile(model, prompts, mechkv.DriftConfig(n_steps=8, split_every=3))
 profile.guards
 
 # %% [markdown]

@@ -25,7 +25,7 @@ from mechkv import plots_heads, synthetic, twins
 from mechkv.prompts import format_prompt, word_problems
 from mechkv.twin_drift import TwinConfig
 
-model = mechkv.load_model("smollm2-135m", dtype="bfloat16")
+model = mechkv.load_model("smollm2-135m", dtype="float32")
 prompts = [format_prompt(problem) for problem in word_problems()[:4]]
 
 # %% [markdown]
@@ -45,7 +45,7 @@ twins.twin_info(without_groups)
 # tokens, those that the model's own cached path chooses.
 
 # %%
-study = mechkv.twin_study(model, {"mha": without_groups}, prompts, TwinConfig(n_steps=2))
+study = mechkv.twin_study(model, {"mha": without_groups}, prompts, TwinConfig(n_steps=4))
 plots_heads.profile_by_twin(study)
 
 # %%
@@ -61,11 +61,11 @@ study.verdicts()
 #
 # ## Which heads, which frequencies?
 #
-# The same drift, taken apart. Every query head's output is compared on both paths, step by step. Two steps are few, and
+# The same drift, taken apart. Every query head's output is compared on both paths, step by step. Four steps are few, and
 # the figure is a sketch; `mechkv heads` does the same with as many as you like.
 
 # %%
-analysis = mechkv.head_analysis(model, prompts[:2], mechkv.HeadConfig(n_steps=2), control=None)
+analysis = mechkv.head_analysis(model, prompts[:2], mechkv.HeadConfig(n_steps=4), control=None)
 plots_heads.head_heatmap(analysis)
 
 # %% [markdown]
