@@ -190,6 +190,7 @@ def test_bad_input_is_refused_before_anything_runs(bridges, count_passes, tmp_pa
     model, (changes, message) = bridges(), BAD[case]
     options = {"n_prompt": N_PROMPT, "path": "cached", "folder": tmp_path / "run"} | changes
     given = options.pop("given", tokens(N_TOKENS))
+    count_passes.clear()  # admitting the bridge probes its cache
     with pytest.raises((InputError, TypeCheckError), match=message):
         record(model, given, **options)
     assert not count_passes
