@@ -8,7 +8,7 @@
 (c) `memory_mb`: growth of the peak of `profile_prompt` from 16 to 128 steps beyond the model's own cache; target 20.
 (d) `help`: `mechkv --help` against `python -c "import tyro"`; target 3.
 
-The machine is noisy, so the compared pieces alternate, and a ratio is the median over rounds of the ratio within one.
+The machine is noisy, so what is compared takes turns step by step, and a ratio is the median over rounds.
 Memory is the peak resident size of processes of their own: the growth of the profile's, less the growth of the two bare
 loops' over the same tokens, which is the model's own.
 """
@@ -19,21 +19,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import tyro
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import DynamicCache
 
-from mechkv.drift_measure import DEFAULT_SITES, DriftConfig, profile_prompt
+from mechkv.drift_measure import DriftConfig, profile_prompt
 from mechkv.guards import text_config
 from mechkv.models import load_model
-from mechkv.paths import decode
-from mechkv.policies import Forced
 from mechkv.prompts import format_prompt, word_problems
+from mechkv.recording import record
 
 TARGETS = {"recorded": 1.05, "profile": 1.15, "memory_mb": 20.0, "help": 3.0}
 
@@ -49,61 +49,82 @@ class Benchmark:
     steps: int = 32
     """Decode steps."""
     repeats: int = 5
-    """How often each piece is timed."""
+    """Rounds; one more comes first to warm up."""
 
 
-def bare_cached(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> Tensor:
-    """The bridge alone on a Hugging Face cache, teacher-forced."""
+def bare_cached(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> Iterator[Tensor]:
+    """The bridge alone on a Hugging Face cache, teacher-forced, a step at a time."""
     cache = DynamicCache(config=text_config(model))
-    with torch.no_grad():
-        logits = model(tokens[None, :n_prompt], past_key_values=cache, logits_to_keep=1)
-        for index in range(n_prompt, len(tokens)):
-            logits = model(tokens[None, index : index + 1], past_key_values=cache, logits_to_keep=1)
-    return logits[0, -1]
+    fed = tokens[:n_prompt]
+    for stop in range(n_prompt, len(tokens) + 1):
+        with torch.no_grad():
+            yield model(fed[None], past_key_values=cache, logits_to_keep=1)[0, -1]
+        fed = tokens[stop : stop + 1]
 
 
-def bare_recomputed(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> Tensor:
+def bare_recomputed(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> Iterator[Tensor]:
     """The bridge alone, a full pass a step."""
-    with torch.no_grad():
-        for stop in range(n_prompt, len(tokens) + 1):
-            logits = model(tokens[None, :stop], use_cache=False, logits_to_keep=1)
-    return logits[0, -1]
+    for stop in range(n_prompt, len(tokens) + 1):
+        with torch.no_grad():
+            yield model(tokens[None, :stop], use_cache=False, logits_to_keep=1)[0, -1]
 
 
-def recorded(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> list[object]:
-    """The decode loop with every residual-sized site, keeping every step (K and V come with each step)."""
-    policy = Forced(tokens.tolist())
-    steps = decode(
-        model, tokens[:n_prompt], path="cached", policy=policy, n_steps=len(tokens) - n_prompt, sites=DEFAULT_SITES
-    )
-    return [(step.logits, step.activations, step.kv) for step in steps]
-
-
-def run_with_cache(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> None:
-    """TransformerLens' own recording of everything, on the same steps."""
+def run_with_cache(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> Iterator[object]:
+    """TransformerLens' own recording of everything, on the steps of `bare_cached`."""
     cache = DynamicCache(config=text_config(model))
-    with torch.no_grad():
-        model.run_with_cache(tokens[None, :n_prompt], past_key_values=cache, logits_to_keep=1)
-        for index in range(n_prompt, len(tokens)):
-            model.run_with_cache(tokens[None, index : index + 1], past_key_values=cache, logits_to_keep=1)
+    fed = tokens[:n_prompt]
+    for stop in range(n_prompt, len(tokens) + 1):
+        with torch.no_grad():
+            yield model.run_with_cache(fed[None], past_key_values=cache, logits_to_keep=1)
+        fed = tokens[stop : stop + 1]
 
 
-def alternate(pieces: dict[str, Callable[[], object]], repeats: int) -> list[dict[str, float]]:
-    """Seconds of each piece, round by round; pieces alternate, so that a slow minute hits all of them."""
-    rounds = []
-    for _ in range(repeats):
-        times = {}
-        for name, piece in pieces.items():
+class Beside:
+    """Walks bare loops a step at a time between the steps of a run that reports its progress, and keeps the two apart.
+
+    A slow moment of the machine then falls on both sides of a ratio.
+    """
+
+    def __init__(self, *loops: Iterator[object]) -> None:
+        self._loops = loops
+        self.seconds = [0.0] * len(loops)
+
+    def step(self, done: int = 1, *_: int) -> None:
+        """What the run calls after each step (`done` is 0 before the first pass of a recorded run)."""
+        if not done:
+            return
+        for index, loop in enumerate(self._loops):
             start = time.perf_counter()
-            piece()
-            times[name] = time.perf_counter() - start
-        rounds.append(times)
-    return rounds
+            next(loop, None)
+            self.seconds[index] += time.perf_counter() - start
+
+    def time(self, run: Callable[[], object]) -> float:
+        """Seconds of the run alone; those of the loops are in `seconds`."""
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start - sum(self.seconds)
 
 
-def ratio(rounds: list[dict[str, float]], over: tuple[str, ...], under: tuple[str, ...]) -> float:
-    """Median over rounds of the sum of some pieces over the sum of others."""
-    return statistics.median(sum(r[name] for name in over) / sum(r[name] for name in under) for r in rounds)
+def recording_round(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> dict[str, float]:
+    """Seconds of a recorded cached run, of the bare loop, and of `run_with_cache` of everything."""
+    beside = Beside(bare_cached(model, tokens, n_prompt), run_with_cache(model, tokens, n_prompt))
+    spent = beside.time(lambda: record(model, tokens, n_prompt=n_prompt, path="cached", progress=beside.step))
+    return {"recorded": spent} | dict(zip(("bare", "run_with_cache"), beside.seconds, strict=True))
+
+
+def profile_round(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> dict[str, float]:
+    """Seconds of a drift profile of one prompt, and of the two bare loops over the same tokens."""
+    beside = Beside(bare_cached(model, tokens, n_prompt), bare_recomputed(model, tokens, n_prompt))
+    config, given = DriftConfig(n_steps=len(tokens) - n_prompt), tokens[n_prompt:].tolist()
+    spent = beside.time(
+        lambda: profile_prompt(model, tokens[:n_prompt], config, continuation=given, progress=beside.step)
+    )
+    return {"profile": spent, "bare": sum(beside.seconds)}
+
+
+def ratio(rounds: list[dict[str, float]], over: str, under: str) -> float:
+    """Median over rounds of one piece over another."""
+    return statistics.median(r[over] / r[under] for r in rounds)
 
 
 def peak_megabytes(piece: str, settings: Benchmark, n_steps: int) -> float:
@@ -124,8 +145,8 @@ def run_piece(piece: str, source: str, dtype: str, n_steps: int) -> None:
     if piece == "profile":
         profile_prompt(model, prompt, DriftConfig(n_steps=n_steps), continuation=tokens[len(prompt) :].tolist())
     else:
-        bare_cached(model, tokens, len(prompt))
-        bare_recomputed(model, tokens, len(prompt))
+        for _ in zip(bare_cached(model, tokens, len(prompt)), bare_recomputed(model, tokens, len(prompt)), strict=True):
+            pass
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
@@ -138,45 +159,40 @@ def memory_growth(settings: Benchmark) -> dict[str, float]:
     return grown | {"beyond": grown["profile"] - grown["bare"]}
 
 
-def help_seconds(repeats: int) -> list[dict[str, float]]:
-    """`mechkv --help` and the import of the parser it is made with."""
-
-    def run(*arguments: str) -> None:
+def help_round() -> dict[str, float]:
+    """Seconds of `mechkv --help` and of the import of the parser it is made with."""
+    seconds = {}
+    for name, arguments in {"help": ("-m", "mechkv", "--help"), "tyro": ("-c", "import tyro")}.items():
+        start = time.perf_counter()
         subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
-
-    return alternate({"help": lambda: run("-m", "mechkv", "--help"), "tyro": lambda: run("-c", "import tyro")}, repeats)
+        seconds[name] = time.perf_counter() - start
+    return seconds
 
 
 def measure(settings: Benchmark) -> dict[str, object]:
     """All ratios, with their targets and the seconds behind them."""
     model = load_model(settings.model, dtype=settings.dtype)
     prompt = model.to_tokens(format_prompt(word_problems()[0]))[0]
-    tokens = torch.cat([prompt, prompt.repeat(4)[: settings.steps]])
-    n, given = len(prompt), tokens[len(prompt) :].tolist()
-    config = DriftConfig(n_steps=settings.steps)
-    pieces: dict[str, Callable[[], object]] = {
-        "bare_cached": lambda: bare_cached(model, tokens, n),
-        "recorded": lambda: recorded(model, tokens, n),
-        "bare_recomputed": lambda: bare_recomputed(model, tokens, n),
-        "profile": lambda: profile_prompt(model, prompt, config, continuation=given),
-        "run_with_cache": lambda: run_with_cache(model, tokens, n),
-    }
-    alternate(pieces, 1)
-    rounds = alternate(pieces, settings.repeats)
+    tokens, n = torch.cat([prompt, prompt.repeat(4)[: settings.steps]]), len(prompt)
+    rounds: dict[str, list[dict[str, float]]] = {}
+    for name, one_round in (("record", recording_round), ("profile", profile_round)):
+        one_round(model, tokens, n)
+        rounds[name] = [one_round(model, tokens, n) for _ in tqdm(range(settings.repeats), desc=name, disable=None)]
+    rounds["help"] = [help_round() for _ in range(settings.repeats + 1)][1:]
     memory = memory_growth(settings)
     found = {
-        "recorded": ratio(rounds, ("recorded",), ("bare_cached",)),
-        "profile": ratio(rounds, ("profile",), ("bare_cached", "bare_recomputed")),
+        "recorded": ratio(rounds["record"], "recorded", "bare"),
+        "profile": ratio(rounds["profile"], "profile", "bare"),
         "memory_mb": memory["beyond"],
-        "help": ratio(help_seconds(settings.repeats), ("help",), ("tyro",)),
+        "help": ratio(rounds["help"], "help", "tyro"),
     }
     return {
         "ratios": {name: round(value, 3) for name, value in found.items()},
         "targets": TARGETS,
         "met": {name: value <= TARGETS[name] for name, value in found.items()},
-        "run_with_cache_of_everything": round(ratio(rounds, ("run_with_cache",), ("bare_cached",)), 3),
+        "run_with_cache_of_everything": round(ratio(rounds["record"], "run_with_cache", "bare"), 3),
         "memory_growth_mb": memory,
-        "median_seconds": {name: statistics.median(r[name] for r in rounds) for name in pieces},
+        "rounds": rounds,
         "settings": vars(settings) | {"n_prompt": n, "threads": torch.get_num_threads()},
     }
 

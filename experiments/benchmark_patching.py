@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv.cache import KVState, StateCache
+from mechkv.cache import KVState, StateCache, blank_layers
 from mechkv.guards import GuardLog
 from mechkv.models import load_model
 from mechkv.patch_bench import PatchBench, distances
@@ -87,7 +87,7 @@ def _bare_steps(model: TransformerBridge, pair: Pair, n: int) -> None:
     fed = step.tokens[state.n_tokens :][None]
     with torch.no_grad():
         for _ in range(n):
-            model(fed, past_key_values=StateCache(config, state), logits_to_keep=1)
+            model(fed, past_key_values=StateCache(blank_layers(config), state), logits_to_keep=1)
 
 
 def _timed(work: Callable[[], None]) -> float:

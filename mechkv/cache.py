@@ -9,13 +9,14 @@ lets interventions change K and V at the one place that every family passes thro
 and rotation, before attention reads them. `update` makes new tensors, so a state is a list of references, not a copy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache, PretrainedConfig
 
 from mechkv.errors import CacheError, GuardError
 
@@ -59,13 +60,22 @@ class KVState:
         return ["prefill" if position < self.n_prompt else "decode" for position in self.positions(layer)]
 
 
+def blank_layers(config: PretrainedConfig) -> list[Any]:
+    """Empty cache layers of the kinds that `generate` would use for this model.
+
+    They are worked out once a run: reading them from the config takes as long as several layers of a small model.
+    """
+    return DynamicCache(config=config).layers
+
+
 class StateCache(DynamicCache):
     """A Hugging Face cache filled from a `KVState`; gives the next state back."""
 
     layers: list[Any]
 
-    def __init__(self, config: PretrainedConfig, state: KVState, edit: KVEdit | None = None) -> None:
-        super().__init__(config=config)
+    def __init__(self, blank: Sequence[Any], state: KVState, edit: KVEdit | None = None) -> None:
+        """Fill copies of `blank_layers` from `state`."""
+        Cache.__init__(self, layers=[copy(layer) for layer in blank])
         self._edit = edit
         self._n_prompt = state.n_prompt
         self._n_before = state.n_tokens
@@ -114,9 +124,6 @@ class StateCache(DynamicCache):
                 remedy="transformers 5.24 renamed the decoder's cache keyword, which TransformerLens 4.3 then drops: "
                 "install 'transformers>=5.9,<5.24'.",
             )
-        return KVState(
-            tuple(layer.keys[0].detach() for layer in self.layers),
-            tuple(layer.values[0].detach() for layer in self.layers),
-            n_tokens,
-            self._n_prompt,
-        )
+        self._n_before = n_tokens
+        keys = tuple(layer.keys[0] for layer in self.layers)
+        return KVState(keys, tuple(layer.values[0] for layer in self.layers), n_tokens, self._n_prompt)

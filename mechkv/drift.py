@@ -186,16 +186,22 @@ def drift_profile(
     main = info(model).dtype
     pieces: dict[tuple[str, int], Piece] = {}
     models = {main: model}
-    for prompt in _bar(len(token_lists), f"drift, {main}", progress):
-        given = None if continuations is None else continuations[prompt]
-        pieces[main, prompt] = _piece(run, model, main, prompt, token_lists[prompt], config, given)
+    lengths = [len(given) for given in continuations] if continuations is not None else config.n_steps
+    n_steps = np.broadcast_to(lengths, len(token_lists)) + 1
+    with _bar(n_steps, f"drift, {main}", progress) as bar:
+        for prompt, tokens in enumerate(token_lists):
+            given = None if continuations is None else continuations[prompt]
+            pieces[main, prompt] = _piece(run, model, main, prompt, tokens, config, given, bar)
+            bar.update(int(n_steps[: prompt + 1].sum()) - bar.n)  # steps of a prompt kept from an earlier run
     other = _control_dtype(control, main)
     if other is not None:
         twin = recast(model, other) if isinstance(control, str) else admit(control)  # type: ignore[arg-type]
         models[other] = twin
-        for prompt in _bar(len(token_lists), f"drift, {other} control", progress):
-            fed = pieces[main, prompt].values["tokens"][len(token_lists[prompt]) :]
-            pieces[other, prompt] = _piece(run, twin, other, prompt, token_lists[prompt], config, fed)
+        with _bar(n_steps, f"drift, {other} control", progress) as bar:
+            for prompt, tokens in enumerate(token_lists):
+                fed = pieces[main, prompt].values["tokens"][len(tokens) :]
+                pieces[other, prompt] = _piece(run, twin, other, prompt, tokens, config, fed, bar)
+                bar.update(int(n_steps[: prompt + 1].sum()) - bar.n)
     return _assemble(pieces, models, config, main)
 
 
@@ -278,9 +284,12 @@ def _piece(
     tokens: Tensor,
     config: DriftConfig,
     continuation: Sequence[int] | None,
+    bar: tqdm,
 ) -> Piece:
     def compute() -> Piece:
-        found: PromptDrift = profile_prompt(model, tokens, config, continuation=continuation, label=prompt)
+        found: PromptDrift = profile_prompt(
+            model, tokens, config, continuation=continuation, label=prompt, progress=bar.update
+        )
         frames = {"frame": found.frame, "steps": found.steps, "split": found.split}
         frames = {name: frame.assign(dtype=dtype, prompt=prompt) for name, frame in frames.items()}
         values = {"tokens": found.tokens.tolist(), "n_prompt": found.n_prompt, "guards": found.guards}
@@ -316,5 +325,6 @@ def _assemble(
     return DriftProfile(table("frame"), table("steps"), table("split"), prompts, config, main, guards, where)
 
 
-def _bar(n: int, what: str, progress: bool | None):
-    return tqdm(range(n), desc=what, unit="prompt", disable=None if progress is None else not progress)
+def _bar(n_steps: np.ndarray, what: str, progress: bool | None) -> tqdm:
+    """Counts the steps of all prompts."""
+    return tqdm(total=int(n_steps.sum()), desc=what, unit="step", disable=None if progress is None else not progress)

@@ -19,7 +19,7 @@ Controls in every profile: step 0 (exactly zero), a repeated step (each path aga
 tokens in float32, from the same weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,7 @@ def profile_prompt(
     *,
     continuation: Sequence[int] | None = None,
     label: str | int = 0,
+    progress: Callable[[], object] | None = None,
 ) -> PromptDrift:
     """Profile one prompt on both paths.
 
@@ -138,6 +139,7 @@ def profile_prompt(
         config: What to measure.
         continuation: Tokens to feed after the prompt; by default the cached path's greedy choice.
         label: Names the prompt in the seed of the repeated steps.
+        progress: Called after every step, step 0 included.
 
     Raises:
         GuardError, NonFiniteError: See `guards` and `paths`.
@@ -156,8 +158,10 @@ def profile_prompt(
         if config.split_every and cached.index and (cached.index - 1) % config.split_every == 0:
             split += list(_split_rows(model, cached, recomputed, log))
         tokens = cached.tokens
+        if progress is not None:
+            progress()
     return PromptDrift(
-        frame=pd.concat(rows, ignore_index=True),
+        frame=pd.DataFrame({name: np.concatenate([part[name] for part in rows]) for name in rows[0]}),
         steps=pd.DataFrame(steps),
         split=pd.DataFrame(split, columns=["step", "layer", "injected", "propagated", "drift"]),
         tokens=tokens.cpu(),
@@ -166,12 +170,12 @@ def profile_prompt(
     )
 
 
-def _step_rows(cached: Step, recomputed: Step, sites: Sequence[str]) -> list[pd.DataFrame]:
+def _step_rows(cached: Step, recomputed: Step, sites: Sequence[str]) -> list[dict[str, np.ndarray]]:
     """Drift of one step at the newest position, and of the KV state."""
     last = [torch.stack([value[-1] for site in sites for value in s.activations[site]]) for s in (cached, recomputed)]
     n_layers = len(cached.activations[sites[0]])
     frames = [
-        _frame(
+        _columns(
             compare_rows(last[0], last[1]),
             cached,
             site=np.repeat(sites, n_layers),
@@ -179,7 +183,7 @@ def _step_rows(cached: Step, recomputed: Step, sites: Sequence[str]) -> list[pd.
             provenance="activation",
             n_rows=1,
         ),
-        _frame(
+        _columns(
             compare_rows(cached.logits[None], recomputed.logits[None]),
             cached,
             site=["logits"],
@@ -201,7 +205,7 @@ def _alike(kv: KVState) -> list[list[int]]:
     return list(groups.values())
 
 
-def _kv_rows(cached: Step, recomputed: Step, layers: list[int]) -> list[pd.DataFrame]:
+def _kv_rows(cached: Step, recomputed: Step, layers: list[int]) -> list[dict[str, np.ndarray]]:
     stacks = [
         torch.stack([rows[layer] for rows in (step.kv.keys, step.kv.values) for layer in layers])
         for step in (cached, recomputed)
@@ -221,7 +225,7 @@ def _kv_rows(cached: Step, recomputed: Step, layers: list[int]) -> list[pd.DataF
             continue
         parts = [stack[:, :, start - first : stop - first] for stack in stacks]
         frames.append(
-            _frame(
+            _columns(
                 compare_rows(parts[0], parts[1]),
                 cached,
                 site=np.repeat(CACHE_SITES, len(layers)),
@@ -233,9 +237,11 @@ def _kv_rows(cached: Step, recomputed: Step, layers: list[int]) -> list[pd.DataF
     return frames
 
 
-def _frame(table: dict[str, np.ndarray], step: Step, **columns: Any) -> pd.DataFrame:
+def _columns(table: dict[str, np.ndarray], step: Step, **columns: Any) -> dict[str, np.ndarray]:
+    """Columns of equal length; they become one frame at the end, which is cheaper than a frame a step."""
+    metrics = {name: table[name] for name in METRICS}
     head = {"step": step.index, "position": step.positions[-1], **columns}
-    return pd.DataFrame(head | {name: table[name] for name in METRICS})
+    return {name: np.broadcast_to(value, metrics["rms"].shape) for name, value in head.items()} | metrics
 
 
 def _logit_row(cached: Step, recomputed: Step) -> dict[str, Any]:

@@ -15,7 +15,7 @@ Each guard is a function that raises `GuardError` (what was got, what was expect
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -24,9 +24,16 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.cache import KVState
 from mechkv.errors import CacheError, GuardError, InputError
+from mechkv.step import Step
 
-if TYPE_CHECKING:
-    from mechkv.paths import Step
+_BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+_WORD = 8
+"""Bits are compared a word at a time where rows allow it, which is faster."""
 
 
 class GuardLog(Counter[str]):
@@ -35,19 +42,24 @@ class GuardLog(Counter[str]):
 
 def check_model(model: TransformerBridge, dtype: torch.dtype | None, log: GuardLog) -> str:
     """Parameters in `dtype` (None: all in one), eval mode, attention implementation readable; returns the latter."""
-    held = [(name, p.dtype) for name, p in model.original_model.named_parameters() if p.is_floating_point()]
-    dtype = held[0][1] if dtype is None else dtype
-    wrong = [(name, found) for name, found in held if found != dtype]
-    if wrong:
+    inner = model.original_model
+    dtypes, modes = set(), set()
+    for module in inner.modules():  # one walk, without names: it is done before every run
+        modes.add(module.training)
+        dtypes |= {p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point()}
+    dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point()) if dtype is None else dtype
+    if dtypes != {dtype}:
+        held = {name: p.dtype for name, p in inner.named_parameters() if p.is_floating_point() and p.dtype != dtype}
+        some = [f"{name.replace('._original_component', '')}: {found}" for name, found in held.items()][:3]
         raise GuardError(
-            f"{len(wrong)} parameters do not have the requested dtype",
-            got=", ".join(f"{name.replace('._original_component', '')}: {found}" for name, found in wrong[:3]),
+            f"{len(held)} parameters do not have the requested dtype",
+            got=", ".join(some),
             expected=str(dtype),
             remedy="Load with the dtype you want, or name the dtype the weights have.",
         )
     log["parameters_dtype"] += 1
-    training = [name for name, module in model.original_model.named_modules() if module.training]
-    if training:
+    if True in modes:
+        training = [name for name, module in inner.named_modules() if module.training]
         raise GuardError(
             "the model is in training mode",
             got=f"{len(training)} modules with training=True, the first {training[0]!r}",
@@ -99,8 +111,8 @@ def check_tokens(model: TransformerBridge, tokens: Int[Tensor, "pos"], n_new: in
     elif not 1 <= n_new <= len(tokens):
         got, expected = f"{n_new} new tokens of {len(tokens)}", "at least one"
         remedy = "Give a prompt of at least one token."
-    elif int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
-        got, expected = f"ids {int(tokens.min())}..{int(tokens.max())}", f"0..{vocabulary - 1}"
+    elif not 0 <= (extremes := [int(end) for end in tokens.aminmax()])[0] <= extremes[1] < vocabulary:
+        got, expected = f"ids {extremes[0]}..{extremes[1]}", f"0..{vocabulary - 1}"
         remedy = "The tokens come from another tokenizer."
     elif limit and len(tokens) > limit:
         got, expected, remedy = f"{len(tokens)} tokens", f"at most {limit}", "Shorten the prompt or decode less."
@@ -128,29 +140,30 @@ def check_cache(
         edited: An intervention may have changed old rows on purpose: do not compare them.
     """
     n_new = after.n_tokens - before.n_tokens
+    compared = bool(before.keys) and not edited
     for layer, keys in enumerate(after.keys):
-        held = before.keys[layer].shape[1] if before.keys else 0
-        if visible.get(layer) != held + n_new or after.values[layer].shape[1] != keys.shape[1]:
+        seen = n_new + (before.keys[layer].shape[1] if before.keys else 0)
+        if visible.get(layer) != seen or after.values[layer].shape[1] != keys.shape[1]:
             raise CacheError(
                 f"the cache of layer {layer} did not grow by the tokens fed",
                 got=f"{visible.get(layer, 0)} rows handed to attention",
-                expected=f"{held} held + {n_new} new",
+                expected=f"{seen - n_new} held + {n_new} new",
                 remedy="The model ignores or rewrites its cache; check that transformers and TransformerLens agree "
                 "(transformers>=5.9,<5.24 with TransformerLens 4.3).",
             )
-        if widths.get(layer) != held + n_new:
+        if widths.get(layer) != seen:
             raise CacheError(
                 f"attention of layer {layer} did not see the cache",
                 got=f"a pattern over {widths[layer]} keys" if layer in widths else "no attention pattern",
-                expected=f"{held + n_new} keys",
+                expected=f"{seen} keys",
                 remedy="The attention module does not read what the cache returned, is not the eager one, or its "
                 "Hugging Face model was wrapped again later: then use the newer bridge.",
             )
-        if not edited:
+        if compared:
             _check_old_rows(before, after, layer)
     log["cache_grew"] += 1
     log["attention_width"] += len(widths)
-    log["old_rows_unchanged"] += 1 if before.keys and not edited else 0
+    log["old_rows_unchanged"] += int(compared)
 
 
 def check_no_autocast(device: torch.device, log: GuardLog) -> None:
@@ -167,40 +180,52 @@ def check_no_autocast(device: torch.device, log: GuardLog) -> None:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal shape, dtype and bits: unlike `torch.equal` it tells -0.0 from 0.0 and takes a NaN for itself."""
-    if a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
+    integers = _BITS.get(a.dtype)
+    if integers is None or a.dtype != b.dtype or a.shape != b.shape:
         return a.dtype == b.dtype and torch.equal(a, b)
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    if _in_words(a) and _in_words(b):
+        integers = torch.int64
     return torch.equal(a.view(integers), b.view(integers))
 
 
+def _in_words(a: Tensor) -> bool:
+    """Whether every row of the last axis, and the tensor, begins and ends at a word."""
+    n = _WORD // a.element_size()
+    if not a.ndim or a.stride(-1) != 1 or a.shape[-1] % n or a.storage_offset() % n:
+        return False
+    return all(stride % n == 0 for stride in a.stride()[:-1])
+
+
 def _check_old_rows(before: KVState, after: KVState, layer: int) -> None:
-    if not before.keys:
+    held, left = before.keys[layer].shape[1], after.keys[layer].shape[1]
+    kept = min(held, left - (after.n_tokens - before.n_tokens))
+    if kept <= 0:
         return
-    start, stop = after.first_position(layer), before.n_tokens
-    if start >= stop:
-        return
-    offset = start - before.first_position(layer)
-    for name, old, new in (("K", before.keys, after.keys), ("V", before.values, after.values)):
-        if not same_bits(old[layer][:, offset:], new[layer][:, : stop - start]):
+    for name, old, new in (
+        ("K", before.keys[layer], after.keys[layer]),
+        ("V", before.values[layer], after.values[layer]),
+    ):
+        if not same_bits(old if kept == held else old[:, held - kept :], new[:, :kept]):
+            start = after.first_position(layer)
             raise CacheError(
                 f"{name} rows of layer {layer} changed while a new token was processed",
-                got=f"different values among positions {start}..{stop - 1}",
+                got=f"different values among positions {start}..{start + kept - 1}",
                 expected="old rows bit for bit as they were",
                 remedy="A cache that rewrites old rows (quantised, evicting or rotating) cannot be profiled as one.",
             )
 
 
-def check_repeat(first: "Step", again: "Step", log: GuardLog) -> None:
+def check_repeat(first: Step, again: Step, log: GuardLog) -> None:
     """A step done twice from the same state gives the same bits at every site, in the logits and in the cache."""
     _check_same(first, again, "a step done twice does not give the same bits", "repeatable", log)
 
 
-def check_null(cached: "Step", recomputed: "Step", log: GuardLog) -> None:
+def check_null(cached: Step, recomputed: Step, log: GuardLog) -> None:
     """Step 0: both paths process the prompt from an empty cache, so every value must be bitwise equal."""
     _check_same(cached, recomputed, "the paths differ on the prompt, where both do the same work", "null_control", log)
 
 
-def _check_same(a: "Step", b: "Step", what: str, name: str, log: GuardLog) -> None:
+def _check_same(a: Step, b: Step, what: str, name: str, log: GuardLog) -> None:
     pairs: list[tuple[str, Tensor, Tensor]] = [("logits", a.logits, b.logits)]
     for site, values in a.activations.items():
         pairs += [

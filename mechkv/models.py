@@ -201,8 +201,9 @@ def admit(
 
 
 def info(model: TransformerBridge) -> ModelInfo:
-    """What is known about an admitted model."""
-    return _ADMITTED[admit(model)]
+    """What is known about an admitted model; a bridge not seen before is admitted. Checks nothing again: `admit` does,
+    and the decode loop."""
+    return _ADMITTED[model if model in _ADMITTED else admit(model)]
 
 
 class _Overwrite:

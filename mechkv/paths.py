@@ -15,81 +15,26 @@ Controls: every pass runs the cache guards (`guards.check_cache`); a non-finite 
 `NonFiniteError`, which names the first layer and site that is not finite.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformer_lens.hook_points import LensHandle
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import guards
-from mechkv.cache import KVState, Rows, StateCache
+from mechkv.cache import KVState, Rows, StateCache, blank_layers
 from mechkv.errors import InputError
 from mechkv.guards import GuardLog
 from mechkv.nonfinite import locate_non_finite
 from mechkv.policies import Forced, Noted, TokenPolicy
 from mechkv.sites import CACHE_SITES, Tap, resolve
+from mechkv.step import At, Intervention, Path, RowsKept, Step
 
-Path = Literal["cached", "recomputed"]
-RowsKept = Literal["new", "all"]
-
-
-@dataclass(frozen=True)
-class At:
-    """Where an intervention is being asked for a value."""
-
-    path: Path
-    step: int
-    site: str
-    layer: int | None
-    positions: range
-    """Absolute positions along the value's position axis."""
-    n_before: int
-    """Tokens processed before this step: positions from here on are the newest."""
-
-
-@runtime_checkable
-class Intervention(Protocol):
-    """Changes values while a path runs; `mechkv.interventions` has patches, the decode loop knows this much."""
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """Sites or hook names it wants to be asked about."""
-        ...
-
-    def __call__(self, value: Tensor, at: At) -> Tensor | None:
-        """A new tensor of the same shape, dtype and device, or None to leave the value; never changes it in place."""
-        ...
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one pass of one path gave.
-
-    Attributes:
-        index: 0 for the prompt, then 1, 2, ...
-        path: `cached` or `recomputed`.
-        tokens: `[pos]`, all tokens processed so far.
-        positions: Absolute positions of the rows in `activations`.
-        logits: `[d_vocab]`, the last row, in the model's dtype.
-        activations: Site (or hook name) -> one tensor per layer (one tensor in all for a hook name).
-        kv_before: The KV state that this pass attended to (empty on the recomputed path).
-        kv: The KV state after this pass.
-        n_new: How many of the tokens are new in this step.
-    """
-
-    index: int
-    path: Path
-    tokens: Int[Tensor, "pos"]
-    positions: range
-    logits: Float[Tensor, "d_vocab"]
-    activations: Mapping[str, tuple[Tensor, ...]]
-    kv_before: KVState
-    kv: KVState
-    n_new: int
+__all__ = ["At", "Intervention", "Path", "PathRunner", "RowsKept", "Step", "decode", "lockstep"]
 
 
 class PathRunner:
@@ -110,7 +55,8 @@ class PathRunner:
         self.model, self.path, self.rows = model, path, rows
         self.log = GuardLog() if log is None else log
         self.interventions = tuple(interventions)
-        self._config: Any = model.original_model.config
+        config: Any = model.original_model.config
+        self._blank = blank_layers(config)
         self._read = resolve(model, sites)
         self._write = resolve(model, [site for i in self.interventions for site in i.sites])
         self._edits_cache = any(site in CACHE_SITES for i in self.interventions for site in i.sites)
@@ -121,14 +67,12 @@ class PathRunner:
         self._widths = resolve(model, ["pattern"])
         self._handles: list[tuple[Tap, LensHandle]] = []
         self._now: _Pass | None = None
+        self._carried: tuple[KVState, StateCache] | None = None
 
     def __enter__(self) -> "PathRunner":
-        for tap in self._write:
-            self._attach(tap, self._intervene)
-        for tap in self._read:
-            self._attach(tap, self._keep)
-        for tap in self._widths:
-            self._attach(tap, self._measure)
+        for taps, body in ((self._write, self._intervene), (self._read, self._keep), (self._widths, self._measure)):
+            for tap in taps:
+                self._handles.append((tap, tap.hook_point.add_hook(self._hook(tap, body))))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -175,7 +119,7 @@ class PathRunner:
 
     def _forward(self, tokens: Tensor, start_state: KVState, index: int, n_before: int) -> Step:
         now = _Pass(index, start_state.n_tokens, n_before, len(tokens))
-        cache = StateCache(self._config, start_state, self._edit_cache if self._edits_cache else None)
+        cache, self._carried = self._cache_of(start_state), None
         self._now = now
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -184,6 +128,7 @@ class PathRunner:
         finally:
             self._now = None
         after = cache.state(len(tokens))
+        self._carried = (after, cache) if self.path == "cached" else None
         guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=now.edited)
         kept_from = n_before if self.rows == "new" else start_state.n_tokens
         return Step(
@@ -198,25 +143,33 @@ class PathRunner:
             n_new=len(tokens) - n_before,
         )
 
-    def _attach(self, tap: Tap, body) -> None:
-        def hook(tensor: Tensor, *, hook: object) -> Tensor | None:
-            return None if self._now is None else body(tap, tensor, self._now)
+    def _cache_of(self, state: KVState) -> StateCache:
+        """The cache that gave this state, when it is that of the last pass; else a new one."""
+        if self._carried is not None and self._carried[0] is state:
+            cache = self._carried[1]
+            cache.visible.clear()
+            return cache
+        return StateCache(self._blank, state, self._edit_cache if self._edits_cache else None)
 
-        self._handles.append((tap, tap.hook_point.add_hook(hook)))
+    def _hook(self, tap: Tap, body: "_Body") -> Callable[..., Tensor | None]:
+        def hook(tensor: Tensor, *, hook: object) -> Tensor | None:
+            now = self._now
+            return None if now is None else body(tap, tensor, now)
+
+        return hook
 
     def _keep(self, tap: Tap, value: Tensor, now: "_Pass") -> None:
-        rows, n_fed = value[0], now.n_tokens - now.n_fed_from
-        if rows.shape[tap.pos_axis] != n_fed:
+        rows, axis = value[0], tap.pos_axis
+        if rows.shape[axis] != now.n_fed:
             raise InputError(
                 f"{tap.key!r} does not hold one row for every token",
-                got=f"{list(value.shape)} where {n_fed} tokens were processed",
-                expected=f"{n_fed} rows along axis {tap.pos_axis % rows.ndim + 1}",
+                got=f"{list(value.shape)} where {now.n_fed} tokens were processed",
+                expected=f"{now.n_fed} rows along axis {axis % rows.ndim + 1}",
                 remedy="After the last block the model keeps one row: use 'logits', or a hook of ln_final.",
             )
-        if self.rows == "new":
-            n_kept = now.n_tokens - now.n_before
-            rows = rows.narrow(tap.pos_axis, rows.shape[tap.pos_axis] - n_kept, n_kept)
-        now.kept[tap.key, tap.layer] = rows.detach().clone()
+        if self.rows == "new" and now.n_new < now.n_fed:
+            rows = rows.narrow(axis, now.n_fed - now.n_new, now.n_new)
+        now.kept[tap.key, tap.layer] = rows.clone()  # of a value made without gradients
 
     def _measure(self, tap: Tap, value: Tensor, now: "_Pass") -> None:
         if tap.layer is not None:
@@ -288,9 +241,14 @@ class _Pass:
     n_tokens: int
 
     def __post_init__(self) -> None:
+        self.n_fed = self.n_tokens - self.n_fed_from
+        self.n_new = self.n_tokens - self.n_before
         self.kept: dict[tuple[str, int | None], Tensor] = {}
         self.widths: dict[int, int] = {}
         self.edited = False
+
+
+_Body = Callable[[Tap, Tensor, _Pass], Tensor | None]
 
 
 def decode(

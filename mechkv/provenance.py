@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import weakref
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +20,8 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv.models import info
 
 _PACKAGES = ("mechkv", "torch", "transformers", "transformer-lens", "numpy", "scipy", "pandas")
-_HASHES: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
+_HASHES: "weakref.WeakKeyDictionary[nn.Module, tuple[list[int], str]]" = weakref.WeakKeyDictionary()
+"""Model -> what its parameters were (a count of changes in place each) and their hash."""
 
 
 def collect(model: TransformerBridge | None = None) -> dict[str, Any]:
@@ -70,19 +72,21 @@ def kernel_settings() -> dict[str, Any]:
 
 
 def weights_sha256(model: TransformerBridge, *, again: bool = False) -> str:
-    """SHA-256 over name, dtype, shape and bytes of every distinct parameter, in name order (read once per model, unless
-    `again`: a proof that nothing changed the weights)."""
-    if again or model not in _HASHES:
+    """SHA-256 over name, dtype, shape and bytes of every distinct parameter, in name order. Read once per model, after
+    every change that torch counts (not one through `.data`), and `again`: a proof that nothing changed the weights."""
+    stamp = [parameter._version for parameter in model.original_model.parameters()]
+    if again or model not in _HASHES or _HASHES[model][0] != stamp:
         digest = hashlib.sha256()
         for name, value in sorted(model.original_model.named_parameters()):
             plain = name.replace("._original_component", "")
             digest.update(f"{plain} {value.dtype} {list(value.shape)}".encode())
             flat = value.detach().reshape(-1).contiguous().cpu()
             digest.update(flat.view(torch.uint8).numpy().data)
-        _HASHES[model] = digest.hexdigest()
-    return _HASHES[model]
+        _HASHES[model] = (stamp, digest.hexdigest())
+    return _HASHES[model][1]
 
 
+@cache
 def _version(name: str) -> str | None:
     try:
         return version(name)

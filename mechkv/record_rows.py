@@ -110,35 +110,66 @@ class Buffer:
         self, known: ModelInfo, rows: Sequence[Row], keep_states: bool, first: int, stop: int, device: torch.device
     ) -> None:
         self.first, self.stop = first, stop
-        self._rows, self._keep_states, self._device = rows, keep_states, device
-        n_steps = stop - first
-        self.tensors: dict[str, Tensor] = {
-            "logits/0": torch.empty(n_steps, known.d_vocab, dtype=DTYPES[known.dtype], device=device)
-        }
-        for row in rows:
-            room = torch.empty(n_steps, *row.shape, dtype=row.dtype, device=device)
-            self.tensors[row.name] = room if row.hidden_key is None else room.fill_(row.hidden_key)
+        self._keep_states, self._device = keep_states, device
+        n_steps, dtype = stop - first, DTYPES[known.dtype]
+        self._logits = torch.empty(n_steps, known.d_vocab, dtype=dtype, device=device)
+        self._blocks: list[tuple[list[Row], Tensor]] = []
+        for alike in _group(rows):
+            room = torch.empty(len(alike), n_steps, *alike[0].shape, dtype=alike[0].dtype, device=device)
+            hidden = alike[0].hidden_key
+            self._blocks.append((alike, room if hidden is None else room.fill_(hidden)))
         self.states: dict[int, KVState] = {}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> `[step, ...]`: the logits and every row."""
+        rows = {row.name: room[i] for alike, room in self._blocks for i, row in enumerate(alike)}
+        return {"logits/0": self._logits} | rows
 
     def put(self, step: Step) -> None:
         """Keep the last row of a step."""
         at, newest = step.index - self.first, len(step.tokens)
-        self.tensors["logits/0"][at].copy_(step.logits)
-        for row in self._rows:
-            value = step.activations[row.key][row.index].select(row.pos_axis, -1)
-            room = self.tensors[row.name][at]
-            if row.hidden_key is not None:
-                room = room[..., newest - value.shape[-1] : newest]
-            if (room.shape, room.dtype) != (value.shape, value.dtype):
-                raise InputError(
-                    f"{row.name} is not what was planned for",
-                    got=f"{list(value.shape)} {value.dtype}",
-                    expected=f"{list(room.shape)} {room.dtype}",
-                    remedy="This family departs from the shapes of mechkv.sites: record it by its full hook name.",
-                )
-            room.copy_(value)
+        self._logits[at].copy_(step.logits)
+        for alike, block in self._blocks:
+            given, room = [step.activations[row.key][row.index] for row in alike], block[:, at]
+            if alike[0].hidden_key is None:
+                _check_planned(alike, given, room.shape[1:])
+                room.copy_(_newest(given, alike[0].pos_axis))
+                continue
+            for row, value, place in zip(alike, given, room, strict=True):  # windows see fewer keys than other layers
+                place = place[..., newest - value.shape[-1] : newest]
+                _check_planned([row], [value], place.shape)
+                place.copy_(value.select(row.pos_axis, -1))
         if self._keep_states:
             self.states[step.index] = own_state(step.kv, self._device)
+
+
+def _group(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one key and one kind, which are kept in one block."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.key, row.pos_axis, row.shape, row.dtype, row.hidden_key), []).append(row)
+    return list(groups.values())
+
+
+def _newest(given: Sequence[Tensor], pos_axis: int) -> Tensor:
+    """`[layer, ...]`, the last row of each."""
+    if given[0].shape[pos_axis] == 1:
+        return torch.stack(list(given)).squeeze(pos_axis + 1 if pos_axis >= 0 else pos_axis)
+    return torch.stack([value.select(pos_axis, -1) for value in given])
+
+
+def _check_planned(rows: Sequence[Row], given: Sequence[Tensor], shape: torch.Size) -> None:
+    for row, value in zip(rows, given, strict=True):
+        axis = row.pos_axis % value.ndim
+        found = (*value.shape[:axis], *value.shape[axis + 1 :])
+        if found != shape or value.dtype != row.dtype:
+            raise InputError(
+                f"{row.name} is not what was planned for",
+                got=f"{list(found)} {value.dtype}",
+                expected=f"{list(shape)} {row.dtype}",
+                remedy="This family departs from the shapes of mechkv.sites: record it by its full hook name.",
+            )
 
 
 def own_state(state: KVState, device: torch.device) -> KVState:

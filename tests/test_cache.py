@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mechkv.cache import KVState, StateCache
+from mechkv.cache import KVState, StateCache, blank_layers
 from mechkv.errors import GuardError
 from mechkv.paths import PathRunner
 from tests.helpers import FED, N_PROMPT, Change, relative_l2, run
@@ -85,7 +85,7 @@ def test_a_float32_cache_under_a_half_precision_model_names_both_dtypes(shared_b
 
 
 def test_a_cache_that_was_never_written_has_no_state(shared_bridge):
-    cache = StateCache(shared_bridge().original_model.config, KVState.empty())
+    cache = StateCache(blank_layers(shared_bridge().original_model.config), KVState.empty())
     with pytest.raises(GuardError, match=r"did not write to its KV cache.*layers \[0, 1, 2\].*5.24"):
         cache.state(3)
 

@@ -31,17 +31,20 @@ def test_prefill_and_steps_against_one_pass_is_rounding():
 
 def test_assisted_decoding_flips_tokens_and_is_rounding():
     """Verification in chunks against one token a step: bfloat16 flips an argmax, float32 none."""
-    report = c.check(
-        c.builder("llama", attention="sdpa", seed=3),
-        partial(c.cached, chunk=5),
-        partial(c.cached, chunk=1),
-        n=96,
-        seed=3,
-        dtypes=("float32", "bfloat16"),
-    )
-    assert report.verdict == "numerical"
-    flips = report.rungs.set_index("dtype")["flips"]
-    assert flips["float32"] == 0
+    for seed in range(3, 9):  # which of them flips depends on the processor's kernels
+        report = c.check(
+            c.builder("llama", attention="sdpa", seed=seed),
+            partial(c.cached, chunk=5),
+            partial(c.cached, chunk=1),
+            n=96,
+            seed=seed,
+            dtypes=("float32", "bfloat16"),
+        )
+        assert report.verdict == "numerical"
+        flips = report.rungs.set_index("dtype")["flips"]
+        assert flips["float32"] == 0
+        if flips["bfloat16"]:
+            break
     assert flips["bfloat16"] >= 1
     first = report.evidence["flips"][0]
     assert first["dtype"] == "bfloat16"

@@ -119,13 +119,14 @@ def test_missing_top_rung():
 
 
 @pytest.mark.parametrize(
-    ("attention", "verdict"),
+    ("attention", "verdicts"),
     [
-        ("sdpa", "numerical"),
-        ("eager", "inconclusive"),  # an island in float64, and 16-bit rungs that happen to be equal: nothing scales it
+        ("sdpa", {"numerical"}),
+        # An island in float64: inconclusive where the 16-bit rungs happen to be equal and nothing scales it.
+        ("eager", {"inconclusive", "numerical"}),
     ],
 )
-def test_functions_without_weights_within_reach_are_judged_by_the_ladder(attention, verdict):
+def test_functions_without_weights_within_reach_are_judged_by_the_ladder(attention, verdicts):
     def build(dtype):
         store[dtype] = c.model("llama", dtype, attention=attention)
         return dtype
@@ -140,7 +141,9 @@ def test_functions_without_weights_within_reach_are_judged_by_the_ladder(attenti
     clean = c.check(
         build, lambda d, fed, n_prompt: c.cached(store[d], fed, n_prompt), right, dtypes=mechkv.checking.DTYPES, seed=1
     )
-    assert clean.verdict == verdict
+    assert clean.verdict in verdicts
+    sixteen = clean.rungs.set_index("dtype").loc[["float16", "bfloat16"], "max_abs"]
+    assert (clean.verdict == "inconclusive") <= bool((sixteen == 0).any())
     assert clean.rungs["bound"].isna().all()
 
 

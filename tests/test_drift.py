@@ -16,8 +16,9 @@ from mechkv.paths import PathRunner, lockstep
 from mechkv.policies import Greedy
 from mechkv.sites import supported
 
-FLOOR = {torch.float64: 1e-12, torch.float32: 2e-5}
-"""Relative L2 of any site and layer; measured over the families: up to 4e-15 in float64 and 6e-6 in float32."""
+FLOOR = {torch.float64: 1e-6, torch.float32: 2e-5}
+"""Relative L2 of any site and layer. Measured over the families: up to 6e-6 in float32; in float64 up to 4e-15 on one
+processor and 3e-7 on another, where the float32 islands of eager attention (softmax, rotation) round apart."""
 CONFIG = DriftConfig(n_steps=6, split_every=2)
 PROMPTS = [tokens(9, seed) for seed in range(4)]
 
@@ -66,14 +67,14 @@ def test_planted_k_is_found_at_its_layer_and_step(model) -> None:
     point = model.hook_dict[f"blocks.{layer}.attn.hook_k"]
     handle = point.add_hook(PerturbK(step, size))
     try:
-        frame: list[pd.DataFrame] = []
+        frame: list[dict[str, np.ndarray]] = []
         sites = supported(model, config.sites)
         for ours, theirs in lockstep(model, tokens(9), policy=Greedy(), n_steps=5, sites=sites):
             frame += _step_rows(ours, theirs, sites)
     finally:
         handle.hook.remove()
         point.fwd_hooks.remove(handle)
-    table = pd.concat(frame)
+    table = pd.concat([pd.DataFrame(part) for part in frame])
     large = table[table["rel_l2"] > FLOOR[torch.float64]]
     assert large["step"].min() == step
     first = large[large["step"] == step]

@@ -7,7 +7,7 @@ import torch
 from transformer_lens.hook_points import HookPoint
 
 import mechkv
-from mechkv.cache import StateCache
+from mechkv.cache import StateCache, blank_layers
 from mechkv.errors import GuardError, InputError
 from mechkv.guards import GuardLog
 from mechkv.paths import PathRunner, decode, lockstep
@@ -58,7 +58,7 @@ def _drift(cached, recomputed, sites) -> float:
 
 def _faulty(model, state, *, shift: int = 0, drop: int = 0) -> torch.Tensor:
     """Logits of the last token on a cached state, at a position `shift` too far or without the last `drop` rows."""
-    cache = StateCache(model.original_model.config, state)
+    cache = StateCache(blank_layers(model.original_model.config), state)
     for layer in cache.layers:
         stop = layer.keys.shape[-2] - drop
         layer.keys, layer.values = layer.keys[..., :stop, :], layer.values[..., :stop, :]
