@@ -22,6 +22,7 @@ import pandas as pd
 from experiments.outcome import ModelPool, Outcome, number
 from mechkv.claims import Finding
 from mechkv.divergence import RATES, TokenDivergence, TokenDivergenceConfig, token_divergence
+from mechkv.errors import InputError
 from mechkv.flip_law import fit_flip_law
 from mechkv.layercast_metrics import LayerCastMetrics, layercast_metrics
 from mechkv.plots_tokens import one_context, task_table
@@ -50,7 +51,7 @@ class Config:
     strategies: tuple[Strategy, ...] = (GREEDY, TOP_P)
     prompts: Path | None = None
     sample_seed: int | None = None
-    longest_prompt: int | None = 45
+    longest_prompt: int | None = 66
     recompute: Literal["full", "block"] = "full"
     seed: int = 0
 
@@ -80,7 +81,15 @@ def chosen(config: Config, tokenizer) -> list[Problem]:
     if config.sample_seed is not None:
         problems = sample(problems, len(problems), config.sample_seed)
     if config.longest_prompt is not None:
-        problems = [p for p in problems if len(tokenizer(format_prompt(p))["input_ids"]) <= config.longest_prompt]
+        lengths = [len(tokenizer(format_prompt(problem))["input_ids"]) for problem in problems]
+        problems = [p for p, length in zip(problems, lengths, strict=True) if length <= config.longest_prompt]
+        if not problems:
+            raise InputError(
+                "no problem is short enough",
+                got=f"prompts of {min(lengths)} tokens and more",
+                expected=f"some of at most longest_prompt={config.longest_prompt}",
+                remedy="Raise longest_prompt, or set it to None to take them all.",
+            )
     return sample(problems, min(config.n_prompts, len(problems)))
 
 
