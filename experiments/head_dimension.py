@@ -64,6 +64,7 @@ class Config:
 
 PRESETS: dict[str, Config] = {
     "quick": Config(),
+    "full": Config(window_model="gemma3-270m", n_prompts=8, n_steps=8, seeds=(0, 1, 2, 3, 4)),
     "paper": Config(
         window_model="gemma3-270m",
         dtype="bfloat16",

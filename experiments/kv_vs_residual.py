@@ -59,6 +59,9 @@ class Config:
 
 PRESETS: dict[str, Config] = {
     "quick": Config(),
+    "full": Config(
+        n_prompts=6, n_steps=12, factorial_every=1, layers_every=6, patch_at=4, free_steps=32, n_reprojected=3
+    ),
     "paper": Config(
         n_prompts=64, n_steps=32, factorial_every=1, layers_every=1, patch_at=8, free_steps=128, n_reprojected=8
     ),

@@ -47,13 +47,15 @@ class Reproduce:
     """Run the experiments of a preset and write the report."""
 
     preset: str = "quick"
-    """quick: minutes on a laptop; paper: the paper's size, for a GPU."""
+    """quick: minutes on a laptop; full: up to an hour an experiment there; paper: the paper's size, for a GPU."""
     name: str | None = None
     """Folder below results/; by default the preset's name."""
     out: Path = Path("results")
     """Where results go."""
     model: str | None = None
     """Another model than the preset's."""
+    dtype: str | None = None
+    """Another dtype than the preset's."""
     prompts: Path | None = None
     """Problems in GSM8K's JSONL format instead of ours."""
     device: str = "auto"
@@ -114,7 +116,7 @@ def _chosen(settings: Reproduce) -> dict[str, Any]:
 def _config(module: Any, settings: Reproduce) -> Any:
     """The preset's config with what the command line overrides."""
     config = module.PRESETS[settings.preset]
-    given = {"model": settings.model, "prompts": settings.prompts}
+    given = {"model": settings.model, "dtype": settings.dtype, "prompts": settings.prompts}
     has = {field.name for field in fields(config)}
     return replace(config, **{key: value for key, value in given.items() if value is not None and key in has})
 

@@ -58,7 +58,7 @@ class Config:
 
 PRESETS: dict[str, Config] = {
     "quick": Config(),
-    "full": Config(dtype="bfloat16", n_prompts=100, n_tokens=12, sample_seed=0, longest_prompt=48, recompute="block"),
+    "full": Config(dtype="bfloat16", n_prompts=100, n_tokens=24, sample_seed=0, longest_prompt=72),
     "paper": Config(n_prompts=600, n_tokens=256, strategies=(GREEDY, TOP_K, TOP_P), longest_prompt=None),
 }
 
