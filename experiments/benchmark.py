@@ -9,8 +9,8 @@
 (d) `help`: `mechkv --help` against `python -c "import tyro"`; target 3.
 
 The machine is noisy, so what is compared takes turns step by step, and a ratio is the median over rounds.
-Memory is the peak resident size of processes of their own: the growth of the profile's, less the growth of the two bare
-loops' over the same tokens, which is the model's own.
+Memory is the peak resident size of processes of their own: the growth of the profile's, less that of one KV cache for each
+path, which is the model's own (beside it, the growth of the two bare loops).
 """
 
 import json
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import tyro
@@ -31,9 +32,9 @@ from transformers import DynamicCache
 
 from mechkv.drift_measure import DriftConfig, profile_prompt
 from mechkv.guards import text_config
-from mechkv.models import load_model
+from mechkv.models import DTYPES, info, load_model
 from mechkv.prompts import format_prompt, word_problems
-from mechkv.recording import record
+from mechkv.recording import estimate_bytes, record
 
 TARGETS = {"recorded": 1.05, "profile": 1.15, "memory_mb": 20.0, "help": 3.0}
 
@@ -128,7 +129,7 @@ def ratio(rounds: list[dict[str, float]], over: str, under: str) -> float:
 
 
 def peak_megabytes(piece: str, settings: Benchmark, n_steps: int) -> float:
-    """Peak resident size of a new process that does `piece` for `n_steps`."""
+    """Peak resident size of a new process while it does `piece` for `n_steps`."""
     code = (
         "from experiments.benchmark import run_piece; "
         f"run_piece({piece!r}, {settings.model!r}, {settings.dtype!r}, {n_steps})"
@@ -138,25 +139,44 @@ def peak_megabytes(piece: str, settings: Benchmark, n_steps: int) -> float:
 
 
 def run_piece(piece: str, source: str, dtype: str, n_steps: int) -> None:
-    """Do a piece in this process and print its peak resident size in megabytes."""
+    """Do a piece in this process and print its peak resident size in megabytes, that of loading left out."""
     model = load_model(source, dtype=dtype)
     prompt = model.to_tokens(format_prompt(word_problems()[0]))[0]
     tokens = torch.cat([prompt, prompt.repeat(4)[:n_steps]])
+    _forget_peak()
     if piece == "profile":
         profile_prompt(model, prompt, DriftConfig(n_steps=n_steps), continuation=tokens[len(prompt) :].tolist())
     else:
         for _ in zip(bare_cached(model, tokens, len(prompt)), bare_recomputed(model, tokens, len(prompt)), strict=True):
             pass
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(_peak())
 
 
-def memory_growth(settings: Benchmark) -> dict[str, float]:
-    """Growth of the peak from 16 to 128 steps, of the profile and of the bare loops."""
+def _forget_peak() -> None:
+    """Linux can start its record of the peak again; elsewhere loading is in it."""
+    control = Path("/proc/self/clear_refs")
+    if control.exists():
+        control.write_text("5")
+
+
+def _peak() -> float:
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def memory_growth(settings: Benchmark, model: TransformerBridge) -> dict[str, float]:
+    """Growth of the peak from 16 to 128 steps, of the profile and of the bare loops, and of one KV cache for each path."""
     grown = {
         piece: peak_megabytes(piece, settings, 128) - peak_megabytes(piece, settings, 16)
         for piece in ("profile", "bare")
     }
-    return grown | {"beyond": grown["profile"] - grown["bare"]}
+    short, long = (estimate_bytes(model, 64 + n, 64, sites=[]) for n in (16, 128))
+    logits = (128 - 16) * info(model).d_vocab * DTYPES[settings.dtype].itemsize
+    grown["own_cache"] = 2 * (long - short - logits) / 2**20
+    return grown | {"beyond": grown["profile"] - grown["own_cache"]}
 
 
 def help_round() -> dict[str, float]:
@@ -179,7 +199,7 @@ def measure(settings: Benchmark) -> dict[str, object]:
         one_round(model, tokens, n)
         rounds[name] = [one_round(model, tokens, n) for _ in tqdm(range(settings.repeats), desc=name, disable=None)]
     rounds["help"] = [help_round() for _ in range(settings.repeats + 1)][1:]
-    memory = memory_growth(settings)
+    memory = memory_growth(settings, model)
     found = {
         "recorded": ratio(rounds["record"], "recorded", "bare"),
         "profile": ratio(rounds["profile"], "profile", "bare"),

@@ -12,7 +12,7 @@ stream and above it for K and V, `partly` when only the first holds.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -42,6 +42,7 @@ class Config:
         patch_at: Step of the first patch of the trajectories.
         free_steps: Steps of the free-running trajectories; 0: leave them out.
         n_reprojected: Prompts whose K and V are projected again.
+        reverse: Sweep in the other direction as well, cached values into the recomputed path.
     """
 
     model: str = "smollm2-135m"
@@ -53,6 +54,7 @@ class Config:
     patch_at: int = 7
     free_steps: int = 0
     n_reprojected: int = 1
+    reverse: bool = False
     prompts: Path | None = None
     seed: int = 0
 
@@ -60,10 +62,24 @@ class Config:
 PRESETS: dict[str, Config] = {
     "quick": Config(),
     "full": Config(
-        n_prompts=6, n_steps=12, factorial_every=1, layers_every=6, patch_at=4, free_steps=32, n_reprojected=3
+        n_prompts=6,
+        n_steps=12,
+        factorial_every=1,
+        layers_every=6,
+        patch_at=4,
+        free_steps=32,
+        n_reprojected=3,
+        reverse=True,
     ),
     "paper": Config(
-        n_prompts=64, n_steps=32, factorial_every=1, layers_every=1, patch_at=8, free_steps=128, n_reprojected=8
+        n_prompts=64,
+        n_steps=32,
+        factorial_every=1,
+        layers_every=1,
+        patch_at=8,
+        free_steps=128,
+        n_reprojected=8,
+        reverse=True,
     ),
 }
 
@@ -78,6 +94,7 @@ class Results:
     onset: DriftOnset
     projected: Reprojection
     free: FreeRunning | None
+    reverse: PatchSweep | None = None
 
 
 def run(config: Config, pool: ModelPool, folder: Path) -> Outcome:
@@ -100,6 +117,7 @@ def measure(config: Config, pool: ModelPool, texts: list[str], folder: Path) -> 
     sweep = SweepConfig(n_steps=n, at=(n - 1,), every=config.layers_every, layer_noise=n > 9, seed=config.seed)
     projection = ReprojectionConfig(n_steps=min(n, 4), seed=config.seed)
     free = TrajectoryConfig(n_steps=config.free_steps, at=1) if config.free_steps else None
+    back = replace(sweep, into="recomputed", later=0) if config.reverse else None
     return Results(
         factorial=causal_factorial(
             model, texts, FactorialConfig(n, config.factorial_every), folder=runs / "factorial", walks=walks
@@ -109,6 +127,7 @@ def measure(config: Config, pool: ModelPool, texts: list[str], folder: Path) -> 
         onset=drift_onset(model, texts, OnsetConfig(n), folder=runs / "onset", walks=walks),
         projected=reprojection_check(model, texts[: config.n_reprojected], projection, folder=runs / "projected"),
         free=None if free is None else free_running(model, texts, free, folder=runs / "free"),
+        reverse=None if back is None else patch_sweep(model, texts, back, folder=runs / "reverse", walks=walks),
     )
 
 
@@ -211,6 +230,9 @@ def _section(results: Results, where: str) -> Section:
         "onset": (results.onset.onset(), "First newly written K or V row that differs."),
         "reprojection": (results.projected.summary(), "K and V projected again from the recorded residual stream."),
     }
+    if results.reverse is not None:
+        whole = results.reverse.summary().query("layer == @ALL_LAYERS")
+        tables["reverse"] = (whole, "The same sweep with cached values put into the recomputed path, all layers.")
     if results.free is not None:
         tables["free-running"] = (results.free.summary(), "Prompts whose cached path leaves the recomputed trajectory.")
     return Section(title="Residual stream or KV cache?", text=_words(results), figures=figures, tables=tables)

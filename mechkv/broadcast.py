@@ -31,6 +31,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv import guards, provenance
 from mechkv.cache import KVState
 from mechkv.comparison import UNIT_ROUNDOFF, compare_rows
+from mechkv.configs import check_kinds, chosen, require
 from mechkv.errors import InputError
 from mechkv.guards import GuardLog, input_device
 from mechkv.models import admit, info, to_dtype
@@ -56,6 +57,10 @@ class BroadcastConfig:
     dtype: str = "float16"
     n_draws: int = 4
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        require(self.n_draws >= 1, "n_draws", got=self.n_draws, expected="1 or more")
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def broadcast(
         InputError: The model has no groups.
         GuardError: The twin does not compute the same function.
     """
-    config = config or BroadcastConfig()
+    config = chosen(config, BroadcastConfig)
     known = info(admit(model))
     size = known.n_heads // known.n_kv
     if size == 1:

@@ -67,13 +67,12 @@ class CausalResult:
 
     def save(self, folder: Path | str) -> Path:
         """Write the tables (parquet) and the rest (JSON) to a folder, sealed last."""
-        place = Path(folder)
-        for name in (*self.TABLES, "prompts"):
-            storage.write_frame(place / f"{name}.parquet", getattr(self, name))
-        meta = {"config": _plain(self.config), "dtype": self.dtype, "guards": self.guards}
-        storage.write_json(place / "result.json", meta | {"provenance": self.provenance})
-        storage.seal(place, self.KIND)
-        return place
+        with storage.result_folder(folder, self.KIND) as place:
+            for name in (*self.TABLES, "prompts"):
+                storage.write_frame(place / f"{name}.parquet", getattr(self, name))
+            meta = {"config": _plain(self.config), "dtype": self.dtype, "guards": self.guards}
+            storage.write_json(place / "result.json", meta | {"provenance": self.provenance})
+        return Path(folder)
 
     @classmethod
     def load(cls: type[R], folder: Path | str) -> R:
@@ -190,9 +189,3 @@ def _piece(measure: Measure, number: int, prompt: Tensor) -> Piece:
 
 def _plain(config: Any) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()}
-
-
-def require(condition: bool, what: str, *, got: object, expected: object, remedy: str = "See the docstring.") -> None:
-    """An `InputError` unless the condition holds."""
-    if not condition:
-        raise InputError(what, got=got, expected=expected, remedy=remedy)

@@ -91,13 +91,12 @@ class CheckReport:
 
     def save(self, folder: Path | str) -> Path:
         """Write tables (parquet) and the rest (JSON) to a folder, sealed last."""
-        place = Path(folder)
-        for name in ("rungs", "frame", "profile"):
-            storage.write_frame(place / f"{name}.parquet", getattr(self, name))
-        rest = {name: value for name, value in asdict(self).items() if name not in TABLES}
-        storage.write_json(place / "check.json", rest, nan_as_null=True)
-        storage.seal(place, KIND, {"verdict": self.verdict})
-        return place
+        with storage.result_folder(folder, KIND, {"verdict": self.verdict}) as place:
+            for name in ("rungs", "frame", "profile"):
+                storage.write_frame(place / f"{name}.parquet", getattr(self, name))
+            rest = {name: value for name, value in asdict(self).items() if name not in TABLES}
+            storage.write_json(place / "check.json", rest, nan_as_null=True)
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: Path | str) -> "CheckReport":

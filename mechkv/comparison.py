@@ -82,6 +82,7 @@ _INTEGER_VIEW = {
 }
 _INT64_MAX = torch.iinfo(torch.int64).max
 _FLOAT_METRICS = ("max_abs", "rel_l2", "rel_linf", "cosine_distance", "signed_mean", "rms")
+_ELEMENTS_AT_ONCE = 2**17
 _FRACTIONS = ("rel_l2", "rel_linf", "cosine_distance")
 
 
@@ -179,7 +180,14 @@ def _compare_core(a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """All row metrics of two [row, n] tensors, on the CPU. Undefined metrics are NaN; `max_ulp` then means nothing.
 
     The drift profile calls this at every step, mostly on rows that are bitwise equal: those are not taken to float64.
+    Rows are taken a few at a time, so that float64 copies do not grow with the tensors.
     """
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, a.shape[1]))
+    parts = [_compare_some(a[i : i + step], b[i : i + step]) for i in range(0, a.shape[0], step)]
+    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _compare_some(a: Tensor, b: Tensor) -> dict[str, Tensor]:
     different = (a.view(_INTEGER_VIEW[a.dtype]) != b.view(_INTEGER_VIEW[b.dtype])).sum(-1, dtype=torch.int32)
     largest = b.abs().amax(-1)
     plain = (different == 0) & largest.isfinite()

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, storage
+from mechkv.configs import check_kinds, chosen
 from mechkv.divergence_measure import RECOMPUTE, PromptDivergence, measure_prompt, prefill
 from mechkv.errors import InputError
 from mechkv.forced_study import run_settings, token_lists
@@ -72,6 +73,7 @@ class TokenDivergenceConfig:
     recompute: Literal["full", "block"] = "full"
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if self.n_tokens < 2 or not 1 <= self.n_repeats <= self.n_tokens:
             raise InputError(
                 "impossible lengths",
@@ -178,13 +180,12 @@ class TokenDivergence:
 
     def save(self, folder: Path | str) -> Path:
         """Write the tables (parquet) and the rest (JSON) to a folder; sealed last."""
-        place = Path(folder)
-        for name in ("frame", "outcomes", "generations"):
-            storage.write_frame(place / f"{name}.parquet", getattr(self, name))
-        meta = {"config": _plain(self.config), "guards": self.guards, "provenance": self.provenance}
-        storage.write_json(place / "divergence.json", meta)
-        storage.seal(place, KIND, {})
-        return place
+        with storage.result_folder(folder, KIND) as place:
+            for name in ("frame", "outcomes", "generations"):
+                storage.write_frame(place / f"{name}.parquet", getattr(self, name))
+            meta = {"config": _plain(self.config), "guards": self.guards, "provenance": self.provenance}
+            storage.write_json(place / "divergence.json", meta)
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: Path | str) -> "TokenDivergence":
@@ -224,7 +225,7 @@ def token_divergence(
         GuardError, NonFiniteError: A number would not mean what it seems to mean.
         StorageError: The folder belongs to another run.
     """
-    config = config or TokenDivergenceConfig()
+    config = chosen(config, TokenDivergenceConfig)
     admit(model)
     tokens = token_lists(model, prompts, config.n_tokens)
     run = RunFolder(folder, run_settings(KIND, model, tokens, _plain(config)))

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, storage
+from mechkv.configs import chosen
 from mechkv.drift_measure import METRICS, DriftConfig, PromptDrift, profile_prompt
 from mechkv.errors import InputError
 from mechkv.guards import input_device
@@ -123,12 +124,11 @@ class DriftProfile:
 
     def save(self, folder: Path | str) -> Path:
         """Write the tables (parquet) and the rest (JSON) to a folder; sealed last, so half a result never loads."""
-        place = Path(folder)
-        for name in _TABLES:
-            storage.write_frame(place / f"{name}.parquet", getattr(self, name))
         facts = {"config": asdict(self.config), "dtype": self.dtype, "guards": self.guards}
-        storage.seal(place, KIND, facts | {"provenance": self.provenance})
-        return place
+        with storage.result_folder(folder, KIND, facts | {"provenance": self.provenance}) as place:
+            for name in _TABLES:
+                storage.write_frame(place / f"{name}.parquet", getattr(self, name))
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: Path | str) -> "DriftProfile":
@@ -172,11 +172,7 @@ def drift_profile(
         GuardError, NonFiniteError: A number would not mean what it seems to mean.
         StorageError: The folder belongs to another run.
     """
-    config = DriftConfig() if config is None else config
-    if not isinstance(config, DriftConfig):
-        raise InputError(
-            "config", got=type(config).__name__, expected="a DriftConfig", remedy="Write DriftConfig(n_steps=24)."
-        )
+    config = chosen(config, DriftConfig)
     admit(model)
     if not (control is None or isinstance(control, str)):
         admit(control)

@@ -19,6 +19,7 @@ Controls in every profile: step 0 (exactly zero), a repeated step (each path aga
 tokens in float32, from the same weights.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +34,10 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv import guards
 from mechkv.cache import KVState
 from mechkv.comparison import compare_logits, compare_rows
+from mechkv.configs import check_kinds
 from mechkv.errors import InputError
 from mechkv.guards import GuardLog
+from mechkv.models import info
 from mechkv.paths import At, PathRunner, Step, lockstep
 from mechkv.policies import Forced, Greedy, TokenPolicy
 from mechkv.sites import AXES, CACHE_SITES, supported
@@ -52,6 +55,11 @@ METRICS: tuple[str, ...] = (
     "bitwise_equal",
     "nonfinite",
 )
+PROVENANCES = ("activation", "prefill", "decode", "new")
+_NUMBERS = ("step", "position", "layer", "n_rows")
+_SITES = (*AXES, "logits")
+_AT_ONCE = 2**19
+"""Elements of K and V that are copied side by side to be compared: memory must not grow with the number of steps."""
 DEFAULT_SITES: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 
 
@@ -74,9 +82,7 @@ class DriftConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("n_steps", "split_every", "n_repeats", "seed"):
-            if type(getattr(self, name)) is not int:
-                raise InputError(name, got=repr(getattr(self, name)), expected="a whole number", remedy="Pass an int.")
+        check_kinds(self)
         if self.n_steps < 1:
             raise InputError("too few steps", got=self.n_steps, expected="at least 1", remedy="Step 0 cannot drift.")
         if self.split_every < 0 or not 1 <= self.n_repeats <= self.n_steps:
@@ -85,10 +91,6 @@ class DriftConfig:
                 got=f"split_every={self.split_every}, n_repeats={self.n_repeats}",
                 expected=f"split_every >= 0 and n_repeats in 1..{self.n_steps}",
                 remedy="At least one step is repeated: a profile without its floor means nothing.",
-            )
-        if isinstance(self.sites, str):
-            raise InputError(
-                "sites", got=repr(self.sites), expected="a sequence of names", remedy=f"Write ({self.sites!r},)."
             )
         wrong = [site for site in self.sites if AXES.get(site) != "pos d_model"]
         if wrong or not self.sites:
@@ -149,19 +151,21 @@ def profile_prompt(
     sites = tuple(supported(model, config.sites))
     sample = rng(config.seed, "repeat", label).permutation(np.arange(1, n_steps + 1))
     repeated = set(sample[: config.n_repeats].tolist())
-    log, rows, steps, split = GuardLog(), [], [], []
+    log, steps, split = GuardLog(), [], []
+    table = _Table((n_steps + 1) * (info(model).n_layers * (len(sites) + 2 * len(PROVENANCES)) + 1))
     for cached, recomputed in lockstep(model, prompt, policy=policy, n_steps=n_steps, sites=sites, log=log):
-        rows += _step_rows(cached, recomputed, sites)
+        _put_step(table, cached, recomputed, sites)
         steps.append(_logit_row(cached, recomputed))
         if cached.index in repeated:
             _repeat(model, cached, recomputed, sites, log)
         if config.split_every and cached.index and (cached.index - 1) % config.split_every == 0:
             split += list(_split_rows(model, cached, recomputed, log))
         tokens = cached.tokens
+        del cached, recomputed  # before the next step is made: each holds KV states
         if progress is not None:
             progress()
     return PromptDrift(
-        frame=pd.DataFrame({name: np.concatenate([part[name] for part in rows]) for name in rows[0]}),
+        frame=table.frame(),
         steps=pd.DataFrame(steps),
         split=pd.DataFrame(split, columns=["step", "layer", "injected", "propagated", "drift"]),
         tokens=tokens.cpu(),
@@ -170,46 +174,67 @@ def profile_prompt(
     )
 
 
-def _step_rows(cached: Step, recomputed: Step, sites: Sequence[str]) -> list[dict[str, np.ndarray]]:
+class _Table:
+    """Rows of a frame, in blocks made before the first step.
+
+    Small arrays kept from every step would lie between the large ones that come and go, and the process would grow.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._n = 0
+        self._metrics = np.empty((capacity, len(METRICS)))
+        self._numbers = np.empty((capacity, len(_NUMBERS)), dtype=np.int64)
+        self._names = np.empty((capacity, 2), dtype=np.int8)
+
+    def put(
+        self,
+        step: Step,
+        provenance: str,
+        places: Sequence[tuple[str, int]],
+        found: dict[str, np.ndarray],
+        *,
+        n_rows: int = 1,
+    ) -> None:
+        """Rows of one step, one for each (site, layer)."""
+        room = slice(self._n, self._n + len(places))
+        self._metrics[room] = np.stack([found[name] for name in METRICS], axis=-1)
+        head, kind = (step.index, step.positions[-1]), PROVENANCES.index(provenance)
+        self._numbers[room] = [(*head, layer, n_rows) for _, layer in places]
+        self._names[room] = [(_SITES.index(site), kind) for site, _ in places]
+        self._n += len(places)
+
+    def frame(self) -> pd.DataFrame:
+        """All rows so far."""
+        numbers, names = self._numbers[: self._n].T, self._names[: self._n].T
+        head = dict(zip(_NUMBERS, numbers, strict=True))
+        head |= {"site": np.array(_SITES)[names[0]], "provenance": np.array(PROVENANCES)[names[1]]}
+        head = {name: head[name] for name in ("step", "position", "site", "layer", "provenance", "n_rows")}
+        frame = pd.DataFrame(head | dict(zip(METRICS, self._metrics[: self._n].T, strict=True)))
+        return frame.astype({"bitwise_equal": bool, "nonfinite": np.int64})
+
+
+def _put_step(table: _Table, cached: Step, recomputed: Step, sites: Sequence[str]) -> None:
     """Drift of one step at the newest position, and of the KV state."""
     last = [torch.stack([value[-1] for site in sites for value in s.activations[site]]) for s in (cached, recomputed)]
     n_layers = len(cached.activations[sites[0]])
-    frames = [
-        _columns(
-            compare_rows(last[0], last[1]),
-            cached,
-            site=np.repeat(sites, n_layers),
-            layer=np.tile(np.arange(n_layers), len(sites)),
-            provenance="activation",
-            n_rows=1,
-        ),
-        _columns(
-            compare_rows(cached.logits[None], recomputed.logits[None]),
-            cached,
-            site=["logits"],
-            layer=[n_layers],
-            provenance="activation",
-            n_rows=1,
-        ),
-    ]
+    places = [(site, layer) for site in sites for layer in range(n_layers)]
+    table.put(cached, "activation", places, compare_rows(last[0], last[1]))
+    logits = compare_rows(cached.logits[None], recomputed.logits[None])
+    table.put(cached, "activation", [("logits", n_layers)], logits)
     for layers in _alike(cached.kv):
-        frames += _kv_rows(cached, recomputed, layers)
-    return frames
+        _put_kv(table, cached, recomputed, layers)
 
 
 def _alike(kv: KVState) -> list[list[int]]:
-    """Layers grouped by the shape of what they hold."""
+    """Layers whose K and V have one shape, as many together as are compared at once."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for layer, keys in enumerate(kv.keys):
         groups.setdefault(tuple(keys.shape), []).append(layer)
-    return list(groups.values())
+    some = {shape: max(1, _AT_ONCE // (2 * math.prod(shape))) for shape in groups}
+    return [layers[i : i + some[shape]] for shape, layers in groups.items() for i in range(0, len(layers), some[shape])]
 
 
-def _kv_rows(cached: Step, recomputed: Step, layers: list[int]) -> list[dict[str, np.ndarray]]:
-    stacks = [
-        torch.stack([rows[layer] for rows in (step.kv.keys, step.kv.values) for layer in layers])
-        for step in (cached, recomputed)
-    ]
+def _put_kv(table: _Table, cached: Step, recomputed: Step, layers: list[int]) -> None:
     first, newest = cached.kv.first_position(layers[0]), cached.kv.n_tokens - 1
     edge = cached.kv.n_prompt
     spans = {
@@ -219,29 +244,15 @@ def _kv_rows(cached: Step, recomputed: Step, layers: list[int]) -> list[dict[str
     }
     if cached.index == 0:
         spans = {"prefill": (first, newest + 1)}
-    frames = []
+    places = [(site, layer) for site in CACHE_SITES for layer in layers]
     for provenance, (start, stop) in spans.items():
         if start >= stop:
             continue
-        parts = [stack[:, :, start - first : stop - first] for stack in stacks]
-        frames.append(
-            _columns(
-                compare_rows(parts[0], parts[1]),
-                cached,
-                site=np.repeat(CACHE_SITES, len(layers)),
-                layer=np.tile(layers, 2),
-                provenance=provenance,
-                n_rows=stop - start,
-            )
-        )
-    return frames
-
-
-def _columns(table: dict[str, np.ndarray], step: Step, **columns: Any) -> dict[str, np.ndarray]:
-    """Columns of equal length; they become one frame at the end, which is cheaper than a frame a step."""
-    metrics = {name: table[name] for name in METRICS}
-    head = {"step": step.index, "position": step.positions[-1], **columns}
-    return {name: np.broadcast_to(value, metrics["rms"].shape) for name, value in head.items()} | metrics
+        parts = [
+            torch.stack([rows[layer][:, start - first : stop - first] for rows in both for layer in layers])
+            for both in ((cached.kv.keys, cached.kv.values), (recomputed.kv.keys, recomputed.kv.values))
+        ]
+        table.put(cached, provenance, places, compare_rows(parts[0], parts[1]), n_rows=stop - start)
 
 
 def _logit_row(cached: Step, recomputed: Step) -> dict[str, Any]:

@@ -37,8 +37,9 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import guards
-from mechkv.causal_run import CausalResult, Frames, Walks, require, run_prompts, walk
+from mechkv.causal_run import CausalResult, Frames, Walks, run_prompts, walk
 from mechkv.comparison import compare, compare_logits, metric_floor
+from mechkv.configs import check_kinds, chosen, require
 from mechkv.guards import GuardLog, same_bits
 from mechkv.interventions import Patch, check_untouched
 from mechkv.patch_bench import PatchBench
@@ -70,6 +71,7 @@ class FactorialConfig:
     every: int = 1
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         require(self.n_steps >= 1 and self.every >= 1, "steps", got=self, expected="n_steps, every >= 1")
 
     @property
@@ -150,7 +152,7 @@ def causal_factorial(
         walks: Share one walk of the paths with other experiments.
         progress: Show a progress bar; by default when standard error is a terminal.
     """
-    config = config or FactorialConfig()
+    config = chosen(config, FactorialConfig)
 
     def measure(number: int, prompt: Tensor, log: GuardLog) -> Frames:
         cells: list[dict[str, Any]] = []

@@ -65,13 +65,12 @@ class ForcedStudy:
 
     def save(self, folder: Path | str) -> Path:
         """Write the tables (parquet) and the rest (JSON) to a folder; sealed last."""
-        place = Path(folder)
-        storage.write_frame(place / "frame.parquet", self.frame)
-        storage.write_frame(place / "prompts.parquet", self.prompts)
-        meta = {"config": asdict(self.config), "guards": self.guards, "provenance": self.provenance}
-        storage.write_json(place / "study.json", meta)
-        storage.seal(place, self.KIND, {})
-        return place
+        with storage.result_folder(folder, self.KIND) as place:
+            storage.write_frame(place / "frame.parquet", self.frame)
+            storage.write_frame(place / "prompts.parquet", self.prompts)
+            meta = {"config": asdict(self.config), "guards": self.guards, "provenance": self.provenance}
+            storage.write_json(place / "study.json", meta)
+        return Path(folder)
 
     @classmethod
     def load(cls: type[Study], folder: Path | str) -> Study:

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, storage
+from mechkv.configs import check_kinds, chosen
 from mechkv.errors import InputError
 from mechkv.guards import input_device
 from mechkv.head_measure import HEAD_SITES, QUERY_SITES, HeadLayout, head_layout, head_sites, measure_heads
@@ -59,6 +60,7 @@ class HeadConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if self.n_steps < 1 or not 1 <= self.n_repeats <= self.n_steps:
             raise InputError(
                 "impossible steps",
@@ -178,13 +180,12 @@ class HeadAnalysis:
 
     def save(self, folder: Path | str) -> Path:
         """Write tables (parquet) and the rest (JSON); sealed last, so half a result never loads."""
-        place = Path(folder)
-        for name in _TABLES:
-            storage.write_frame(place / f"{name}.parquet", getattr(self, name))
-        meta = {"config": asdict(self.config), "dtype": self.dtype, "layout": asdict(self.layout)}
-        storage.write_json(place / "heads.json", meta | {"guards": self.guards, "provenance": self.provenance})
-        storage.seal(place, KIND, {})
-        return place
+        with storage.result_folder(folder, KIND) as place:
+            for name in _TABLES:
+                storage.write_frame(place / f"{name}.parquet", getattr(self, name))
+            meta = {"config": asdict(self.config), "dtype": self.dtype, "layout": asdict(self.layout)}
+            storage.write_json(place / "heads.json", meta | {"guards": self.guards, "provenance": self.provenance})
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: Path | str) -> "HeadAnalysis":
@@ -235,7 +236,7 @@ def head_analysis(
         GuardError, NonFiniteError: A number would not mean what it seems to mean.
         StorageError: The folder belongs to another run.
     """
-    config = config or HeadConfig()
+    config = chosen(config, HeadConfig)
     head_sites(admit(model))
     device = input_device(model)
     limit = getattr(model.cfg, "n_ctx", None)

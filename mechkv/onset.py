@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv.causal_run import CausalResult, Frames, Walks, require, run_prompts, walk
+from mechkv.causal_run import CausalResult, Frames, Walks, run_prompts, walk
 from mechkv.comparison import compare_rows
+from mechkv.configs import check_kinds, chosen, require
 from mechkv.guards import GuardLog
 from mechkv.interventions import bits_differ
 from mechkv.sites import CACHE_SITES
@@ -43,6 +44,7 @@ class OnsetConfig:
     n_steps: int = 12
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         require(self.n_steps >= 1, "steps", got=self.n_steps, expected="at least 1")
 
 
@@ -114,7 +116,7 @@ def drift_onset(
     progress: bool | None = None,
 ) -> DriftOnset:
     """Map the difference of every K and V row; arguments as for `causal_factorial`."""
-    config = config or OnsetConfig()
+    config = chosen(config, OnsetConfig)
 
     def measure(number: int, prompt: Tensor, log: GuardLog) -> Frames:
         before: Pair | None = None

@@ -29,6 +29,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv import provenance
 from mechkv.cache import KVState
 from mechkv.comparison import compare_rows
+from mechkv.configs import check_kinds, chosen
 from mechkv.distributions import kl
 from mechkv.errors import InputError
 from mechkv.forced_study import (
@@ -62,6 +63,7 @@ class OracleConfig:
     floor_every: int = 8
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if self.n_steps < 1 or not 1 <= self.floor_every <= self.n_steps:
             raise InputError(
                 "oracle",
@@ -151,7 +153,7 @@ def oracle_study(
         InputError: A float64 model, or prompts that cannot be used.
         ModelError: The family has no float64 path.
     """
-    config = config or OracleConfig()
+    config = chosen(config, OracleConfig)
     admit(model)
     if info(model).dtype == "float64":
         raise InputError("no oracle", got="a float64 model", expected="a lower dtype", remedy="It is its own oracle.")

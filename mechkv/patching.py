@@ -33,7 +33,8 @@ import pandas as pd
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv.causal_run import CausalResult, Frames, Walks, require, run_prompts
+from mechkv.causal_run import CausalResult, Frames, Walks, run_prompts
+from mechkv.configs import check_kinds, chosen, require
 from mechkv.guards import GuardLog, check_repeat, same_bits
 from mechkv.interventions import Change, Patch, check_untouched
 from mechkv.patch_bench import DISTANCES, PatchBench, distances, floor, recovery
@@ -92,9 +93,11 @@ class SweepConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         require(self.into in ("cached", "recomputed"), "path", got=self.into, expected="cached or recomputed")
         require(set(self.targets) <= set(TARGETS), "targets", got=self.targets, expected=tuple(TARGETS))
         require(set(self.placebos) <= set(PLACEBOS), "placebos", got=self.placebos, expected=PLACEBOS)
+        require(self.n_steps >= 1, "n_steps", got=self.n_steps, expected="1 or more", remedy="Step 0 cannot drift.")
         require(self.every >= 1 and self.later >= 0, "every, later", got=(self.every, self.later), expected=">= 1, 0")
         require(
             self.into == "cached" or self.later == 0,
@@ -199,7 +202,7 @@ def patch_sweep(
 ) -> PatchSweep:
     """Sweep over layers and targets on every prompt; arguments as for `causal_factorial`. The `foreign` placebo takes
     the prompt before (the first takes the last) and is left out when there is one prompt only."""
-    config = config or SweepConfig()
+    config = chosen(config, SweepConfig)
     walks = walks or Walks(model, limit=2)
     seen: list[Tensor] = []
 

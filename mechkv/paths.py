@@ -342,10 +342,12 @@ def lockstep(
         log=log,
     )
     try:
-        for ours, theirs in zip(cached, recomputed, strict=True):
+        for ours in cached:
+            theirs = next(recomputed)
             if ours.index == 0:
                 guards.check_null(ours, theirs, log)
             yield ours, theirs
+            del ours, theirs  # before the next step is made: each holds a KV state
     finally:
         cached.close()
         recomputed.close()

@@ -31,6 +31,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance
+from mechkv.configs import check_kinds, chosen
 from mechkv.distributions import UNIT_ROUNDOFF
 from mechkv.errors import InputError, ModelError
 from mechkv.forced_study import (
@@ -69,6 +70,7 @@ class LadderConfig:
     weights: Literal["own", "common"] = "own"
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         known = [name for name in RUNGS if name in self.dtypes]
         if list(self.dtypes) != known or len(known) < 2:
             raise InputError(
@@ -181,7 +183,7 @@ def precision_ladder(
         InputError: Prompts or configuration that cannot be used; `common` weights that leave float16's range.
         GuardError, NonFiniteError: A number would not mean what it seems to mean.
     """
-    config = config or LadderConfig()
+    config = chosen(config, LadderConfig)
     base = admit(source) if isinstance(source, TransformerBridge) else None
 
     def fresh(dtype: str) -> TransformerBridge:

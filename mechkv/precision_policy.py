@@ -33,6 +33,7 @@ from torch.nn.functional import linear as multiply
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance
+from mechkv.configs import check_kinds, chosen
 from mechkv.errors import InputError
 from mechkv.forced_study import (
     Condition,
@@ -68,6 +69,7 @@ class SiteConfig:
     n_steps: int = 24
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         unknown = [name for name in self.policies if name not in POLICIES]
         if unknown or not self.policies or self.n_steps < 1:
             raise InputError(
@@ -117,7 +119,7 @@ def precision_by_site(
     progress: bool | None = None,
 ) -> SitePrecision:
     """The same tokens (the plain cached path's greedy choice) under every policy, on both paths."""
-    config = config or SiteConfig()
+    config = chosen(config, SiteConfig)
     admit(model)
     tokens = token_lists(model, prompts, config.n_steps)
     run = RunFolder(folder, run_settings("site_precision", model, tokens, asdict(config)))

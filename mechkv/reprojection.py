@@ -31,8 +31,9 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.cache import KVState
-from mechkv.causal_run import CausalResult, Frames, require, run_prompts
+from mechkv.causal_run import CausalResult, Frames, run_prompts
 from mechkv.comparison import compare_rows
+from mechkv.configs import check_kinds, chosen, require
 from mechkv.errors import GuardError
 from mechkv.guards import GuardLog
 from mechkv.interventions import Patch
@@ -62,6 +63,7 @@ class ReprojectionConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         require(self.n_steps >= 1 and self.n_sampled >= 1, "steps, rows", got=self, expected="at least 1 of each")
 
 
@@ -97,7 +99,7 @@ def reprojection_check(
     progress: bool | None = None,
 ) -> Reprojection:
     """Project K and V again from the residual stream; arguments as for `causal_factorial`."""
-    config = config or ReprojectionConfig()
+    config = chosen(config, ReprojectionConfig)
 
     def measure(number: int, prompt: Tensor, log: GuardLog) -> Frames:
         frames = _cached_run(model, prompt, config, number, log)

@@ -143,14 +143,28 @@ def seal(folder: _Pathlike, kind: str, facts: Mapping[str, Any] | None = None) -
 
 
 @contextmanager
-def new_folder(folder: _Pathlike) -> Iterator[Path]:
+def result_folder(folder: _Pathlike, kind: str, facts: Mapping[str, Any] | None = None) -> Iterator[Path]:
+    """A new folder that is sealed and appears when all is written; it takes the place of an earlier result of its kind.
+
+    Raises:
+        StorageError: `folder` holds anything else.
+    """
+    with new_folder(folder, replaces=kind) as part:
+        yield part
+        seal(part, kind, facts)
+
+
+@contextmanager
+def new_folder(folder: _Pathlike, *, replaces: str | None = None) -> Iterator[Path]:
     """A folder that appears under its name only when it is complete; given as a temporary folder beside it.
 
     Raises:
-        StorageError: `folder` exists and is not empty.
+        StorageError: `folder` exists and is not empty, nor a sealed result of the kind `replaces`.
     """
     target = Path(folder).absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    old = taken and replaces is not None and _kind_of(target) == replaces
+    if taken and not old:
         raise StorageError(
             f"{target} is taken",
             got="a file" if target.is_file() else "a folder with files in it",
@@ -163,10 +177,23 @@ def new_folder(folder: _Pathlike) -> Iterator[Path]:
             part.mkdir(parents=True)
         yield part
         with _explained(target, None):
+            if old:
+                os.replace(target, part.with_name(f"{part.name}.old"))
             os.replace(part, target)
             _sync_folder(target.parent)
     finally:
+        shutil.rmtree(part.with_name(f"{part.name}.old"), ignore_errors=True)
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _kind_of(folder: Path) -> str | None:
+    """Kind of a sealed result that holds nothing but its own files; None for any other folder."""
+    try:
+        index = read_json(folder / INDEX)
+        found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+        return str(index["kind"]) if found == {INDEX, *index["files"]} else None
+    except (StorageError, KeyError, TypeError):
+        return None
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

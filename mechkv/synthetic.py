@@ -117,11 +117,10 @@ class Sweep:
 
     def save(self, folder: Path | str) -> Path:
         """Write the table (parquet) and the settings (JSON); sealed last."""
-        place = Path(folder)
-        storage.write_frame(place / "frame.parquet", self.frame)
-        storage.write_json(place / "settings.json", self.settings)
-        storage.seal(place, KIND)
-        return place
+        with storage.result_folder(folder, KIND) as place:
+            storage.write_frame(place / "frame.parquet", self.frame)
+            storage.write_json(place / "settings.json", self.settings)
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Sweep":

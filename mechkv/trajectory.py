@@ -36,7 +36,8 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.cache import KVState
-from mechkv.causal_run import WALKED, CausalResult, Frames, Walks, require, run_prompts, walk
+from mechkv.causal_run import WALKED, CausalResult, Frames, Walks, run_prompts, walk
+from mechkv.configs import check_kinds, chosen, require
 from mechkv.errors import GuardError
 from mechkv.guards import GuardLog, same_bits
 from mechkv.interventions import Patch
@@ -66,6 +67,7 @@ class TrajectoryConfig:
     conditions: tuple[str, ...] = CONDITIONS
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         require(1 <= self.at <= self.n_steps, "step of the patch", got=self.at, expected=f"1..{self.n_steps}")
         require(set(self.conditions) <= set(CONDITIONS), "conditions", got=self.conditions, expected=CONDITIONS)
 
@@ -145,7 +147,7 @@ def teacher_forced(
     progress: bool | None = None,
 ) -> TeacherForced:
     """All conditions on the cached path's greedy tokens; arguments as for `causal_factorial`."""
-    config = config or TrajectoryConfig()
+    config = chosen(config, TrajectoryConfig)
 
     def measure(number: int, prompt: Tensor, log: GuardLog) -> Frames:
         states: dict[str, KVState] = {}
@@ -216,7 +218,7 @@ def free_running(
     progress: bool | None = None,
 ) -> FreeRunning:
     """Every condition with its own greedy tokens; arguments as for `causal_factorial`."""
-    config = config or TrajectoryConfig()
+    config = chosen(config, TrajectoryConfig)
 
     def measure(number: int, prompt: Tensor, log: GuardLog) -> Frames:
         with ExitStack() as stack:

@@ -32,6 +32,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, storage
+from mechkv.configs import check_kinds, chosen, require
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.errors import InputError
 from mechkv.models import info
@@ -68,6 +69,10 @@ class TwinConfig:
     n_steps: int = 16
     n_repeats: int = 1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        require(1 <= self.n_repeats <= self.n_steps, "n_repeats", got=self.n_repeats, expected=f"1..{self.n_steps}")
 
 
 @dataclass(frozen=True)
@@ -170,14 +175,16 @@ class TwinStudy:
 
     def save(self, folder: Path | str) -> Path:
         """Write tables (parquet) and the rest (JSON); sealed last."""
-        place = Path(folder)
-        storage.write_frame(place / "frame.parquet", self.frame)
-        storage.write_frame(place / "prompts.parquet", self.prompts)
-        meta = {"config": asdict(self.config), "dtype": self.dtype, "guards": self.guards}
-        meta |= {"twins": {name: twin.to_dict() for name, twin in self.twins.items()}, "provenance": self.provenance}
-        storage.write_json(place / "twins.json", meta)
-        storage.seal(place, KIND, {})
-        return place
+        with storage.result_folder(folder, KIND) as place:
+            storage.write_frame(place / "frame.parquet", self.frame)
+            storage.write_frame(place / "prompts.parquet", self.prompts)
+            meta = {"config": asdict(self.config), "dtype": self.dtype, "guards": self.guards}
+            meta |= {
+                "twins": {name: twin.to_dict() for name, twin in self.twins.items()},
+                "provenance": self.provenance,
+            }
+            storage.write_json(place / "twins.json", meta)
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: Path | str) -> "TwinStudy":
@@ -238,7 +245,7 @@ def twin_study(
         InputError: No twin, a model that is none, another dtype, or a text longer than a twin's proof holds.
         GuardError, NonFiniteError, StorageError: See `drift_profile`.
     """
-    config = config or TwinConfig()
+    config = chosen(config, TwinConfig)
     known = {name: twin_info(twin) for name, twin in twins.items()}
     dtype = info(model).dtype
     wrong = [name for name, twin in twins.items() if info(twin).dtype != dtype or name == MODEL]

@@ -10,7 +10,7 @@ from tiny import FAMILIES, tiny_bridge, tokens
 
 from mechkv import drift
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
-from mechkv.drift_measure import _GiveResidual, _step_rows, profile_prompt
+from mechkv.drift_measure import _GiveResidual, _put_step, _Table, profile_prompt
 from mechkv.errors import GuardError, InputError, StorageError
 from mechkv.paths import PathRunner, lockstep
 from mechkv.policies import Greedy
@@ -67,14 +67,14 @@ def test_planted_k_is_found_at_its_layer_and_step(model) -> None:
     point = model.hook_dict[f"blocks.{layer}.attn.hook_k"]
     handle = point.add_hook(PerturbK(step, size))
     try:
-        frame: list[dict[str, np.ndarray]] = []
+        found = _Table(1000)
         sites = supported(model, config.sites)
         for ours, theirs in lockstep(model, tokens(9), policy=Greedy(), n_steps=5, sites=sites):
-            frame += _step_rows(ours, theirs, sites)
+            _put_step(found, ours, theirs, sites)
     finally:
         handle.hook.remove()
         point.fwd_hooks.remove(handle)
-    table = pd.concat([pd.DataFrame(part) for part in frame])
+    table = found.frame()
     large = table[table["rel_l2"] > FLOOR[torch.float64]]
     assert large["step"].min() == step
     first = large[large["step"] == step]
