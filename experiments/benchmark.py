@@ -9,8 +9,8 @@
 (d) `help`: `mechkv --help` against `python -c "import tyro"`; target 3.
 
 The machine is noisy, so what is compared takes turns step by step, and a ratio is the median over rounds.
-Memory is the peak resident size of processes of their own: the growth of the profile's, less that of one KV cache for each
-path, which is the model's own (beside it, the growth of the two bare loops).
+Memory is the peak resident size of processes of their own: the growth of the profile's, less that of one KV cache
+for each path, which is the model's own (beside it, the growth of the two bare loops).
 """
 
 import json
@@ -168,7 +168,7 @@ def _peak() -> float:
 
 
 def memory_growth(settings: Benchmark, model: TransformerBridge) -> dict[str, float]:
-    """Growth of the peak from 16 to 128 steps, of the profile and of the bare loops, and of one KV cache for each path."""
+    """Growth of the peak from 16 to 128 steps, of the profile, of the bare loops, and of a KV cache for each path."""
     grown = {
         piece: peak_megabytes(piece, settings, 128) - peak_megabytes(piece, settings, 16)
         for piece in ("profile", "bare")

@@ -58,6 +58,8 @@ class Reproduce:
     """Another dtype than the preset's."""
     prompts: Path | None = None
     """Problems in GSM8K's JSONL format instead of ours."""
+    n_prompts: int | None = None
+    """Another number of problems than the preset's."""
     device: str = "auto"
     """Where to run."""
     only: tuple[str, ...] = ()
@@ -116,7 +118,7 @@ def _chosen(settings: Reproduce) -> dict[str, Any]:
 def _config(module: Any, settings: Reproduce) -> Any:
     """The preset's config with what the command line overrides."""
     config = module.PRESETS[settings.preset]
-    given = {"model": settings.model, "dtype": settings.dtype, "prompts": settings.prompts}
+    given = {name: getattr(settings, name) for name in ("model", "dtype", "prompts", "n_prompts")}
     has = {field.name for field in fields(config)}
     return replace(config, **{key: value for key, value in given.items() if value is not None and key in has})
 

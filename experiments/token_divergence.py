@@ -15,7 +15,6 @@ discordant or most texts were cut off, `not testable here`.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import pandas as pd
 
@@ -52,7 +51,6 @@ class Config:
     prompts: Path | None = None
     sample_seed: int | None = None
     longest_prompt: int | None = 66
-    recompute: Literal["full", "block"] = "full"
     seed: int = 0
 
 
@@ -67,9 +65,7 @@ def run(config: Config, pool: ModelPool, folder: Path) -> Outcome:
     """Decode, score, draw, judge; everything is kept below `folder`."""
     model = pool.get(config.model, config.dtype)
     problems = chosen(config, model.tokenizer)
-    settings = TokenDivergenceConfig(
-        n_tokens=config.n_tokens, strategies=config.strategies, seed=config.seed, recompute=config.recompute
-    )
+    settings = TokenDivergenceConfig(n_tokens=config.n_tokens, strategies=config.strategies, seed=config.seed)
     found = token_divergence(model, [format_prompt(p) for p in problems], settings, folder=folder / "run")
     found.save(folder / "divergence")
     return report(found, problems, config)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -25,12 +25,11 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, storage
 from mechkv.configs import check_kinds, chosen
-from mechkv.divergence_measure import RECOMPUTE, PromptDivergence, measure_prompt, prefill
+from mechkv.divergence_measure import PromptDivergence, measure_prompt
 from mechkv.errors import InputError
 from mechkv.forced_study import run_settings, token_lists
-from mechkv.guards import GuardLog, text_config
+from mechkv.guards import text_config
 from mechkv.models import admit, info
-from mechkv.paths import Step
 from mechkv.policies import Coupling, Strategy
 from mechkv.runs import Piece, RunFolder
 from mechkv.stats import cluster_bootstrap, kaplan_meier, proportion_interval
@@ -61,7 +60,6 @@ class TokenDivergenceConfig:
         stop_at_eos: A path ends after an end-of-text token of the model's generation settings.
         n_repeats: Steps per prompt that are done twice on both paths.
         seed: Of the draws and of the repeated steps.
-        recompute: `full`: a full pass a step, the definition. `block`: see `divergence_measure`.
     """
 
     n_tokens: int = 32
@@ -70,7 +68,6 @@ class TokenDivergenceConfig:
     stop_at_eos: bool = True
     n_repeats: int = 1
     seed: int = 0
-    recompute: Literal["full", "block"] = "full"
 
     def __post_init__(self) -> None:
         check_kinds(self)
@@ -84,8 +81,6 @@ class TokenDivergenceConfig:
         names = [strategy.name for strategy in self.strategies]
         if not names or len(set(names)) < len(names):
             raise InputError("strategies", got=names, expected="one or more, each once", remedy="Drop the repeats.")
-        if self.recompute not in RECOMPUTE:
-            raise InputError("recompute", got=self.recompute, expected=f"one of {RECOMPUTE}", remedy="Use 'full'.")
 
 
 @dataclass(frozen=True)
@@ -232,13 +227,12 @@ def token_divergence(
     stop = eos_tokens(model) if config.stop_at_eos else ()
     work = [(prompt, strategy) for prompt in range(len(tokens)) for strategy in config.strategies]
     pieces: list[Piece] = []
-    starts: dict[int, Step] = {}
     bar = tqdm(
         work, desc=f"tokens, {info(model).dtype}", unit="run", disable=None if progress is None else not progress
     )
     for prompt, strategy in bar:
         name = f"{prompt:04d}-{config.strategies.index(strategy)}"
-        compute = partial(_piece, model, tokens[prompt], strategy, prompt, stop, config, starts)
+        compute = partial(_piece, model, tokens[prompt], strategy, prompt, stop, config)
         pieces.append(run.piece(name, compute))
     tables = {
         name: pd.concat([piece.frames[name] for piece in pieces], ignore_index=True)
@@ -265,12 +259,7 @@ def _piece(
     prompt: int,
     stop: tuple[int, ...],
     config: TokenDivergenceConfig,
-    starts: dict[int, Step],
 ) -> Piece:
-    log, verify = GuardLog(), config.recompute == "block" and prompt not in starts
-    if verify:
-        starts.clear()
-        starts[prompt] = prefill(model, tokens, log)
     found = measure_prompt(
         model,
         tokens,
@@ -281,10 +270,7 @@ def _piece(
         stop=stop,
         coupling=config.coupling,
         n_repeats=config.n_repeats,
-        start=starts.get(prompt),
-        verify=verify,
     )
-    log.update(found.guards)
     head = {"strategy": strategy.name, "prompt": prompt}
     frame = pd.DataFrame([head | row for row in found.steps])
     written = [
@@ -303,7 +289,7 @@ def _piece(
         "outcomes": pd.DataFrame([head | outcome(found)]).astype({f"first_{d}": "Int64" for d in DRAWS}),
         "generations": pd.DataFrame(written),
     }
-    return Piece(frames, {"guards": dict(log)})
+    return Piece(frames, {"guards": found.guards})
 
 
 def outcome(found: PromptDivergence) -> dict[str, Any]:

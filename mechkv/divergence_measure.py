@@ -11,16 +11,9 @@ differs. Beside the choice with common random numbers stand two others at every 
 recomputed path's with draws of its own, and `differs_noise`, the *cached* path's with other draws, which has no drift
 at all. Their first steps are exact first divergence indices of free-running runs with such draws.
 
-`recompute="block"` replaces the full pass a step by the last `BLOCK` rows as one block on the recomputed path's own
-K/V; a full pass a step is the definition and the default. Where the rows of older tokens do not change with the length
-(bfloat16 and float32 on the CPUs it was tried on, not float16) both give the same bits. Step 0, the same call on both
-paths, is then done once for both and for all strategies; a full pass at the last step must give the same bits in the
-logits and in every row of K and V, the prompt's included, or it is a `GuardError`.
-
 Controls: step 0 exactly zero; a sample of steps done twice, bitwise; the flip certificate on every row.
 """
 
-from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,16 +23,11 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import guards
-from mechkv.cache import KVState
 from mechkv.comparison import compare_logits
-from mechkv.errors import GuardError, InputError
 from mechkv.guards import GuardLog
 from mechkv.paths import PathRunner, Step, decode, lockstep
-from mechkv.policies import Coupling, Forced, Noted, Sampled, Strategy, TokenPolicy
+from mechkv.policies import Coupling, Sampled, Strategy
 from mechkv.stats import rng
-
-BLOCK = 8
-RECOMPUTE = ("full", "block")
 
 
 @dataclass(frozen=True)
@@ -81,21 +69,16 @@ def measure_prompt(
     stop: tuple[int, ...] = (),
     coupling: Coupling = "uniform",
     n_repeats: int = 1,
-    start: Step | None = None,
-    verify: bool = True,
 ) -> PromptDivergence:
-    """Both clocks on one prompt: at most `n_tokens` tokens a path, fewer where a stop token ends it.
-
-    With `start`, the prompt's step 0 (`prefill`), the recomputed path goes on by blocks; `verify` ends with a full
-    pass.
-    """
+    """Both clocks on one prompt: at most `n_tokens` tokens a path, fewer where a stop token ends it."""
     names = {"seed": seed, "prompt": label, "stop": stop, "coupling": coupling}
     shared = Sampled(strategy, **names)  # type: ignore[arg-type]
     draws = {name: Sampled(strategy, stream=name, **names) for name in ("independent", "noise")}  # type: ignore[arg-type]
     log, steps, ours, theirs = GuardLog(), [], Generation(), Generation()
     first: dict[str, int | None] = dict.fromkeys(("common", "independent", "noise"))
     repeated = set(rng(seed, "repeat", label).permutation(n_tokens)[:n_repeats].tolist())
-    walk = _walk(model, prompt, Sampled(strategy, **names), n_tokens - 1, start, log)  # type: ignore[arg-type]
+    policy = Sampled(strategy, **names)  # type: ignore[arg-type]
+    walk = lockstep(model, prompt, policy=policy, n_steps=n_tokens - 1, log=log)
     tail_from = None
     try:
         for cached, recomputed in walk:
@@ -115,13 +98,11 @@ def measure_prompt(
             ours.top1_prob.append(row["top1_prob_cached"])
             if row["chosen_cached"] in shared.stop:
                 break
-        if start is not None and verify and cached.index:
-            _verify(model, recomputed, log)
     finally:
         walk.close()  # type: ignore[attr-defined]
     if tail_from is not None:
         fed = torch.cat([tail_from, tail_from.new_tensor(theirs.tokens[-1:])])
-        _tail(model, fed, Sampled(strategy, **names), n_tokens, theirs, start is None, log)  # type: ignore[arg-type]
+        _tail(model, fed, Sampled(strategy, **names), n_tokens, theirs, log)  # type: ignore[arg-type]
     ends = [bool(g.tokens) and g.tokens[-1] in shared.stop for g in (ours, theirs)]
     return PromptDivergence(
         steps,
@@ -130,76 +111,6 @@ def measure_prompt(
         first,
         dict(log),
     )
-
-
-def prefill(model: TransformerBridge, prompt: Int[Tensor, "pos"], log: GuardLog) -> Step:
-    """Step 0, for the block variant."""
-    (step,) = decode(model, prompt, path="cached", policy=Forced([]), n_steps=0, log=log)
-    return step
-
-
-def _walk(
-    model: TransformerBridge, prompt: Tensor, policy: Sampled, n_steps: int, start: Step | None, log: GuardLog
-) -> Iterator[tuple[Step, Step]]:
-    """Both paths in lockstep; by blocks from `start`, where one is given."""
-    if start is None:
-        yield from lockstep(model, prompt, policy=policy, n_steps=n_steps, log=log)
-        return
-    chosen = prompt.tolist()
-    cached = _go_on(model, start, Noted(policy, chosen), n_steps, 1, log)
-    recomputed = _go_on(model, start, Forced(chosen, chunk=None), n_steps, BLOCK, log)
-    try:
-        yield from zip(cached, recomputed, strict=True)
-    finally:
-        cached.close()
-        recomputed.close()
-
-
-def _go_on(
-    model: TransformerBridge, start: Step, policy: TokenPolicy, n_steps: int, n_rows: int, log: GuardLog
-) -> Generator[Step, None, None]:
-    """The steps after `start`, each computing the last `n_rows` rows on the K/V of the rows before them."""
-    yield start
-    step = start
-    with PathRunner(model, "cached", log=log) as runner:
-        for index in range(1, n_steps + 1):
-            new = policy.next_tokens(step.logits, len(step.tokens))
-            if not new:
-                return
-            tokens = torch.cat([step.tokens, step.tokens.new_tensor(new)])
-            step = runner.step(tokens, _cut(step.kv, len(tokens) - n_rows), index)
-            yield step
-
-
-def _cut(state: KVState, n_tokens: int) -> KVState:
-    """The state after its first `n_tokens` tokens."""
-    if n_tokens < 1 or any(state.first_position(layer) for layer in range(len(state.keys))):
-        raise InputError(
-            "the block variant cannot be used here",
-            got=f"{n_tokens} tokens before the block, or a window that has dropped rows",
-            expected=f"prompts of more than {BLOCK} tokens and every row still held",
-            remedy="Use recompute='full'.",
-        )
-    if n_tokens == state.n_tokens:
-        return state
-    keys, values = (tuple(rows[:, :n_tokens] for rows in side) for side in (state.keys, state.values))
-    return KVState(keys, values, n_tokens, state.n_prompt)
-
-
-def _verify(model: TransformerBridge, step: Step, log: GuardLog) -> None:
-    """A full pass over the same tokens gives the same bits: logits, and K/V of all rows."""
-    with PathRunner(model, "recomputed", log=log) as runner:
-        full = runner.step(step.tokens, KVState.empty(step.kv.n_prompt), step.index, len(step.tokens))
-    pairs = [(step.logits, full.logits), *zip(step.kv.keys, full.kv.keys, strict=True)]
-    pairs += zip(step.kv.values, full.kv.values, strict=True)
-    if not all(torch.equal(x, y) for x, y in pairs):
-        raise GuardError(
-            "rows computed as a block are not those of the full pass",
-            got=f"a difference at step {step.index}, {len(step.tokens)} tokens",
-            expected="the same bits",
-            remedy="Use recompute='full': the block variant does not hold for this dtype or these kernels.",
-        )
-    log["block_is_full_pass"] += 1
 
 
 def _repeat(model: TransformerBridge, cached: Step, recomputed: Step, log: GuardLog) -> None:
@@ -216,18 +127,13 @@ def _tail(
     policy: Sampled,
     n_tokens: int,
     written: Generation,
-    full: bool,
     log: GuardLog,
 ) -> None:
     """The recomputed path on its own tokens, from its first own choice on."""
     left = n_tokens - len(written.tokens)
     if left < 1 or written.tokens[-1] in policy.stop:
         return
-    run = (
-        decode(model, fed, path="recomputed", policy=policy, n_steps=left - 1, log=log)
-        if full
-        else _go_on(model, prefill(model, fed, log), policy, left - 1, BLOCK, log)
-    )
+    run = decode(model, fed, path="recomputed", policy=policy, n_steps=left - 1, log=log)
     for step in run:
         token = policy.choose(step.logits, len(step.tokens))
         written.tokens.append(token)

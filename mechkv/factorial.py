@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
@@ -38,7 +37,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import guards
 from mechkv.causal_run import CausalResult, Frames, Walks, run_prompts, walk
-from mechkv.comparison import compare, compare_logits, metric_floor
+from mechkv.comparison import compare, compare_logits, kl, metric_floor
 from mechkv.configs import check_kinds, chosen, require
 from mechkv.guards import GuardLog, same_bits
 from mechkv.interventions import Patch, check_untouched
@@ -251,8 +250,8 @@ def _effects(quantity: str, values: list[Tensor]) -> dict[str, Any]:
 
 
 def _kl_shares(values: list[Float[Tensor, "d_vocab"]]) -> dict[str, float]:
-    c1, r1, cf = (np.float64(compare_logits(value, values[-1]).kl or 0.0) for value in values[:3])
-    if not c1 > metric_floor("kl", values[0].numel(), float(c1)):
+    c1, r1, cf = (float(kl(value, values[-1])) for value in values[:3])
+    if not c1 > metric_floor("kl", values[0].numel(), c1):
         return {}
     inherited = ((c1 - r1) + cf) / 2
-    return {"kl_inherited_share": float(inherited / c1), "kl_new_share": float(1 - inherited / c1)}
+    return {"kl_inherited_share": inherited / c1, "kl_new_share": 1 - inherited / c1}

@@ -25,7 +25,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import guards
 from mechkv.cache import KVState
-from mechkv.comparison import kl, metric_floor
+from mechkv.comparison import compare_rows, kl, metric_floor, top1_flip
 from mechkv.guards import GuardLog
 from mechkv.interventions import Board, Patch, Write, check_landed
 from mechkv.paths import Path, PathRunner, Step
@@ -35,14 +35,14 @@ _CHUNK = 8
 """Logit rows measured at once: float64 copies of a large vocabulary are the largest thing in memory."""
 
 DISTANCES = ("kl", "rel_l2")
+PROVEN = ("resid_post",)
+"""Sites that a step must have recorded for the proof that a patch changed nothing else."""
 
 
 class PatchBench:
     """One path of one model, hooks attached once; use as a context manager."""
 
-    def __init__(
-        self, model: TransformerBridge, path: Path, *, sites: Sequence[str] = ("resid_post",), log: GuardLog
-    ) -> None:
+    def __init__(self, model: TransformerBridge, path: Path, *, sites: Sequence[str] = PROVEN, log: GuardLog) -> None:
         self.path, self.log = path, log
         self._board = Board((*sites, *CACHE_SITES))
         self._runner = PathRunner(model, path, sites=sites, interventions=(self._board,), log=log)
@@ -82,15 +82,13 @@ class PatchBench:
 def distances(logits: Sequence[Float[Tensor, "d_vocab"]], clean: Float[Tensor, "d_vocab"]) -> dict[str, np.ndarray]:
     """KL(. || clean), relative L2, bitwise equality and top-1 flip of each logit vector, in float64."""
     parts: dict[str, list[np.ndarray]] = {name: [] for name in (*DISTANCES, "bitwise_equal", "flip")}
-    reference = clean.double()
     for start in range(0, len(logits), _CHUNK):
-        rows = torch.stack(list(logits[start : start + _CHUNK])).double()
-        parts["kl"].append(kl(rows, reference.expand_as(rows)).cpu().numpy())
-        norms = torch.linalg.vector_norm(rows - reference, dim=-1) / torch.linalg.vector_norm(reference)
-        parts["rel_l2"].append(norms.cpu().numpy())
-        parts["flip"].append((rows.argmax(-1) != reference.argmax()).cpu().numpy())
-        same = [guards.same_bits(row, clean) for row in logits[start : start + _CHUNK]]
-        parts["bitwise_equal"].append(np.array(same))
+        rows = torch.stack(list(logits[start : start + _CHUNK]))
+        reference = clean.expand_as(rows)
+        found = compare_rows(rows, reference)
+        found |= {"kl": kl(rows, reference).cpu().numpy(), "flip": top1_flip(rows, reference).cpu().numpy()}
+        for name, values in parts.items():
+            values.append(found[name])
     return {name: np.concatenate(values) for name, values in parts.items()}
 
 

@@ -264,7 +264,7 @@ def decode(
     log: GuardLog | None = None,
     state: KVState | None = None,
     first_step: int = 0,
-) -> Generator[Step, None, None]:
+) -> Generator[Step, Step | None, None]:
     """The decode loop: step 0 on the prompt, then at most `n_steps` further steps with the tokens that `policy` gives.
 
     A run that was interrupted goes on with `first_step`, the `state` before that step, and all tokens of that step as
@@ -284,7 +284,8 @@ def decode(
         first_step: Number of the first step done.
 
     Yields:
-        `Step`s in order. Nothing is kept: a consumer that drops a step frees it.
+        `Step`s in order. Nothing is kept: a consumer that drops a step frees it. One that did a step again, patched,
+        may send that one back: the run goes on from it.
     """
     log = GuardLog() if log is None else log
     if n_steps < 0:
@@ -295,7 +296,8 @@ def decode(
     with PathRunner(model, path, sites=sites, rows=rows, interventions=interventions, log=log) as runner:
         for index in range(first_step, n_steps + 1):
             step = runner.step(tokens, state, index, n_new)
-            yield step
+            given = yield step
+            step = step if given is None else given
             if index == n_steps:
                 return
             new = policy.next_tokens(step.logits, len(tokens))
@@ -303,7 +305,7 @@ def decode(
                 return
             state, n_new = step.kv, len(new)
             tokens = torch.cat([tokens, tokens.new_tensor(new)])
-            del step
+            del step, given
 
 
 def lockstep(

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
-import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -41,8 +40,9 @@ from mechkv.configs import check_kinds, chosen, require
 from mechkv.errors import GuardError
 from mechkv.guards import GuardLog, same_bits
 from mechkv.interventions import Patch
-from mechkv.patch_bench import DISTANCES, PatchBench, distances
-from mechkv.paths import PathRunner, Step
+from mechkv.patch_bench import DISTANCES, PROVEN, PatchBench, distances
+from mechkv.paths import PathRunner, Step, decode
+from mechkv.policies import Greedy, Noted
 from mechkv.sites import CACHE_SITES
 from mechkv.sources import KVReader, StepSource
 from mechkv.stats import cluster_bootstrap
@@ -241,7 +241,7 @@ class _FreeRun:
     """Greedy runs of one prompt; full passes over the same tokens are done once."""
 
     def __init__(self, model: TransformerBridge, prompt: Tensor, n_steps: int, log: GuardLog, stack: ExitStack) -> None:
-        self.prompt, self.n_steps, self.log, self._reader = prompt, n_steps, log, KVReader()
+        self._model, self.prompt, self.n_steps, self.log, self._reader = model, prompt, n_steps, log, KVReader()
         self._full = stack.enter_context(
             PathRunner(model, "recomputed", sites=WALKED, interventions=(self._reader,), log=log)
         )
@@ -260,25 +260,33 @@ class _FreeRun:
 
     def recomputed_tokens(self) -> list[int]:
         """What the recomputed path generates when it feeds itself."""
-        tokens = self.prompt
+        policy, tokens = Greedy(), self.prompt.tolist()
         for index in range(self.n_steps + 1):
-            chosen = self.recomputed(tokens, index).step.logits.argmax()
-            tokens = torch.cat([tokens, chosen[None]])
-        return tokens[len(self.prompt) :].tolist()
+            fed = self.prompt.new_tensor(tokens)
+            tokens += policy.next_tokens(self.recomputed(fed, index).step.logits, len(tokens))
+        return tokens[len(self.prompt) :]
 
     def cached_tokens(self, condition: tuple[str, ...], at: int) -> list[int]:
         """What the cached path generates under a condition whose first patch is at step `at`."""
-        tokens, state = self.prompt, KVState.empty(len(self.prompt))
-        for index in range(self.n_steps + 1):
-            step = self._bench.plain(tokens, state, index)
-            for name in condition:
-                if index and index >= at and (index == at or name.endswith("every")):
-                    source = self.recomputed(tokens, index)
-                    patches = _patches(name, index, at, source)
-                    step = self._bench.patched(step, *patches)
-                    _check_by_construction(name, patches, step, source.step, self.log)
-            tokens, state = torch.cat([tokens, step.logits.argmax()[None]]), step.kv
-        return tokens[len(self.prompt) :].tolist()
+        policy = Noted(Greedy(), written := self.prompt.tolist())
+        run = decode(
+            self._model, self.prompt, path="cached", policy=policy, n_steps=self.n_steps, sites=PROVEN, log=self.log
+        )
+        step = next(run)
+        while step.index < self.n_steps:
+            step = run.send(self._patched(step, condition, at))
+        policy.next_tokens(self._patched(step, condition, at).logits, len(step.tokens))
+        return written[len(self.prompt) :]
+
+    def _patched(self, step: Step, condition: tuple[str, ...], at: int) -> Step:
+        """The step with what the condition patches at it."""
+        for name in condition:
+            if step.index and step.index >= at and (step.index == at or name.endswith("every")):
+                source = self.recomputed(step.tokens, step.index)
+                patches = _patches(name, step.index, at, source)
+                step = self._bench.patched(step, *patches)
+                _check_by_construction(name, patches, step, source.step, self.log)
+        return step
 
 
 def _divergence(tokens: list[int], clean: list[int]) -> int:

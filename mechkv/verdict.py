@@ -23,6 +23,8 @@ from typing import Literal
 
 import numpy as np
 
+from mechkv.distributions import UNIT_ROUNDOFF
+
 Verdict = Literal["identical", "numerical", "semantic", "nonfinite", "irreproducible", "inconclusive"]
 VERDICTS: tuple[Verdict, ...] = ("identical", "numerical", "semantic", "nonfinite", "irreproducible", "inconclusive")
 EXIT_CODES: dict[str, int] = {
@@ -38,7 +40,7 @@ N_PATHS, LAMBDA = 2, 4
 SAFETY = N_PATHS * LAMBDA
 """Both paths round; LAMBDA is that of Higham and Mary (2019), theorem 2.4."""
 
-ROUNDOFF: dict[str, float] = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+ROUNDOFF: dict[str, float] = {str(dtype).removeprefix("torch."): u for dtype, u in UNIT_ROUNDOFF.items()}
 PRECISE = ("float64", "float32")
 """Rungs that may decide."""
 

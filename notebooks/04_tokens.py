@@ -31,19 +31,12 @@ from mechkv.prompts import format_prompt, word_problems
 
 model = mechkv.load_model("smollm2-135m", dtype="bfloat16")
 prompts = sorted((format_prompt(problem) for problem in word_problems()), key=len)[:4]
-config = TokenDivergenceConfig(
-    n_tokens=8, strategies=(Strategy(), Strategy(temperature=1.0, top_p=0.9)), recompute="block"
-)
+config = TokenDivergenceConfig(n_tokens=6, strategies=(Strategy(), Strategy(temperature=1.0, top_p=0.9)))
 found = token_divergence(model, prompts, config)
 
 # %% [markdown]
-# We ask the four shortest of the package's word problems for eight tokens, greedily and with nucleus sampling. That is
+# We ask the four shortest of the package's word problems for six tokens, greedily and with nucleus sampling. That is
 # little, and the intervals below say so; it is what fits into a minute on an ordinary processor.
-#
-# `recompute="block"` is a shortcut of this notebook. By definition the recomputed path does a full pass over everything
-# at every step. In bfloat16 on the processors we tried, the last eight rows computed as one block on the path's own keys
-# and values have the very same bits, and cost much less. The claim is not taken on trust: every prompt ends with a full
-# pass, and a single different bit would have stopped the run.
 #
 # ## Three rates, always together
 

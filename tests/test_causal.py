@@ -16,6 +16,7 @@ from mechkv.guards import GuardLog
 from mechkv.onset import DriftOnset, OnsetConfig, _rows, drift_onset
 from mechkv.patch_bench import PatchBench
 from mechkv.patching import ALL_LAYERS, PatchSweep, SweepConfig, patch_sweep, sweep_step
+from mechkv.paths import PathRunner, decode
 from mechkv.policies import Greedy
 from mechkv.reprojection import SITE, Reprojection, ReprojectionConfig, _compared, _one_pass, reprojection_check
 from mechkv.sources import Held, Pair, pairs
@@ -216,17 +217,25 @@ def test_free_runs_that_stay_together_have_nothing_to_recover(single):
     assert not len(found.summary())
 
 
-class Corrupting(PatchBench):
-    """A cached path that is wrong at every step."""
-
-    def plain(self, tokens, state, index, n_new=None):
-        if state.n_tokens:
-            state = KVState(tuple(k + 0.5 for k in state.keys), state.values, state.n_tokens, state.n_prompt)
-        return super().plain(tokens, state, index, n_new)
+def corrupting(model, prompt, **options):
+    """The decode loop of a cached path that is wrong at every step."""
+    run = decode(model, prompt, **options)
+    step = next(run)
+    with PathRunner(model, "cached", sites=options["sites"]) as runner:
+        while True:
+            if step.index:
+                old = step.kv_before
+                state = KVState(tuple(k + 0.5 for k in old.keys), old.values, old.n_tokens, old.n_prompt)
+                step = runner.step(step.tokens, state, step.index)
+            given = yield step
+            try:
+                step = run.send(step if given is None else given)
+            except StopIteration:
+                return
 
 
 def test_patches_at_every_step_keep_a_wrong_path_on_the_trajectory(single, monkeypatch):
-    monkeypatch.setattr(trajectory, "PatchBench", Corrupting)
+    monkeypatch.setattr(trajectory, "decode", corrupting)
     found = free_running(single, PROMPTS[:2], TrajectoryConfig(n_steps=6, at=1))
     summary = found.summary().set_index("condition")
     assert summary.loc["none", "n_diverging"] == 2

@@ -5,12 +5,10 @@ import pandas as pd
 import pytest
 import torch
 
-from mechkv.cache import KVState
 from mechkv.divergence import STRATEGIES, TokenDivergence, TokenDivergenceConfig, token_divergence
-from mechkv.divergence_measure import measure_prompt, prefill
-from mechkv.errors import GuardError, InputError
-from mechkv.guards import GuardLog
-from mechkv.paths import PathRunner, decode
+from mechkv.divergence_measure import measure_prompt
+from mechkv.errors import InputError
+from mechkv.paths import decode
 from mechkv.policies import Sampled, Strategy
 from tests.planted import planted
 from tests.tiny import tiny_bridge, tokens
@@ -114,43 +112,6 @@ def test_survival_counts_agreeing_texts_as_censored() -> None:
     # two of four agree through token 2 and no further (index 2 is token 3); one is censored at token 2
     assert curve.loc[3.0, "at_risk"] == 3
     assert curve.loc[3.0, "survival"] == pytest.approx(1 / 3)
-
-
-def blocks_end_on_the_full_pass(model, fed: torch.Tensor, n_prompt: int) -> bool:
-    """Whether eight rows at a time, from the prompt's K and V on, end with the bits of a full pass over `fed`."""
-    with PathRunner(model, "cached") as runner:
-        step = runner.step(fed[:n_prompt], KVState.empty(n_prompt), 0)
-        for n in range(n_prompt + 1, len(fed) + 1):
-            kept = [tuple(rows[:, : n - 8] for rows in part) for part in (step.kv.keys, step.kv.values)]
-            step = runner.step(fed[:n], KVState(*kept, n - 8, n_prompt), n - n_prompt)
-    with PathRunner(model, "recomputed") as runner:
-        full = runner.step(fed, KVState.empty(n_prompt), step.index, len(fed))
-    ours, theirs = ([s.logits, *s.kv.keys, *s.kv.values] for s in (step, full))
-    return all(map(torch.equal, ours, theirs))
-
-
-def test_blocks_give_the_rows_of_full_passes_and_are_refused_where_they_do_not(model) -> None:
-    prompt = tokens(18, seed=2)
-    full = measure_prompt(model, prompt, TOP_P, n_tokens=N)
-    start = prefill(model, prompt, GuardLog())
-    fed = torch.cat([prompt, torch.tensor(full.cached.tokens[:-1])])
-    if blocks_end_on_the_full_pass(model, fed, len(prompt)):
-        block = measure_prompt(model, prompt, TOP_P, n_tokens=N, start=start)
-        assert block.recomputed == full.recomputed
-        assert block.steps == full.steps
-        assert block.guards["block_is_full_pass"] == 1
-    else:  # the kernels of this processor: the variant may not be used, and must say so
-        with pytest.raises(GuardError, match="not those of the full pass"):
-            measure_prompt(model, prompt, TOP_P, n_tokens=N, start=start)
-    wrong = [rows.clone() for rows in start.kv.keys]
-    wrong[1][:, 3] += 1
-    bent = type(start)(**{**vars(start), "kv": type(start.kv)(tuple(wrong), start.kv.values, 18, 18)})
-    with pytest.raises(GuardError, match="not those of the full pass"):
-        measure_prompt(model, prompt, TOP_P, n_tokens=N, start=bent)
-    short = tokens(4)
-    start = prefill(model, short, GuardLog())
-    with pytest.raises(InputError, match="block variant"):
-        measure_prompt(model, short, TOP_P, n_tokens=N, start=start)
 
 
 def test_results_resume_save_and_load(model, tmp_path) -> None:

@@ -1,12 +1,16 @@
 """SmolLM2 with its real weights: float32 on both paths writes the same text, and LayerCast is the float32 model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import mechkv
+from experiments import token_divergence as token_divergence_study
 from mechkv.divergence import TokenDivergenceConfig, token_divergence
+from mechkv.errors import InputError
 from mechkv.paths import decode
-from mechkv.policies import Forced, Strategy
+from mechkv.policies import Forced
 from mechkv.precision_policy import SITES, lifted
 from mechkv.prompts import format_prompt, word_problems
 from mechkv.rebuilding import recast
@@ -29,11 +33,15 @@ def test_float32_on_both_paths_writes_the_same_text_under_every_strategy() -> No
     assert noise["temperature 1", "noise"] == 1
 
 
-def test_blocks_are_full_passes_in_bfloat16_and_greedy_and_sampled_texts_agree_with_plain_decodes() -> None:
-    model = mechkv.load_model("smollm2-135m", dtype="bfloat16")
-    config = TokenDivergenceConfig(n_tokens=4, strategies=(Strategy(),), recompute="block")
-    found = token_divergence(model, prompts(1), config)
-    assert found.guards["block_is_full_pass"] == 1
+@pytest.mark.parametrize("preset", list(token_divergence_study.PRESETS))
+def test_every_preset_finds_the_problems_it_asks_for(preset) -> None:
+    config = token_divergence_study.PRESETS[preset]
+    tokenizer = mechkv.load_model("smollm2-135m", dtype="float32").tokenizer
+    found = token_divergence_study.chosen(config, tokenizer)
+    short = config.longest_prompt is None or config.longest_prompt >= 139  # the longest of the package's problems
+    assert len(found) == min(config.n_prompts, 88) if short else len(found) >= min(config.n_prompts, 10)
+    with pytest.raises(InputError, match="no problem is short enough"):
+        token_divergence_study.chosen(replace(config, longest_prompt=5), tokenizer)
 
 
 def test_all_sites_lifted_are_bitwise_the_float32_model() -> None:

@@ -32,8 +32,6 @@ class Tokens:
     """For top-p."""
     coupling: Literal["uniform", "gumbel"] = "uniform"
     """Common random numbers: one uniform a token, or Gumbel noise."""
-    recompute: Literal["full", "block"] = "full"
-    """A full pass a step (the definition), or blocks of 8 rows with a full pass as proof at the end."""
     shots: int = 0
     """Worked examples before each question, taken from the problems that are not asked."""
     seed: int = 0
@@ -64,7 +62,6 @@ class Tokens:
             strategies=self._strategies(),
             coupling=self.coupling,
             seed=self.seed,
-            recompute=self.recompute,
         )
         model = load_model(self.model, dtype=self.dtype, device=self.device)
         texts = [format_prompt(problem, shots=shots) for problem in asked]
