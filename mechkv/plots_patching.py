@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mechkv.trajectory import TeacherForced
 
 LOWEST = -1.0
+HIGHEST = 2.0
 _TARGET_LOOKS = dict(zip(("residual", "k", "v", "kv"), SERIES_LOOKS, strict=False))
 _NAMES = {"residual": "residual", "k": "K", "v": "V", "kv": "K and V"}
 _CELL_NAMES = {
@@ -99,7 +100,8 @@ def factorial_shares(result: "CausalFactorial") -> Figure:
         for height in (0.0, 1.0):
             axes.axhline(height, color="0.6", linewidth=0.5, zorder=0)
         axes.set_xticks(range(len(order)), [name for *_, name in order], fontsize=6)
-        axes.set_ylabel("share of the drift")
+        axes.set_ylim(1.25 * LOWEST, 1.25 * HIGHEST)
+        axes.set_ylabel("share of the drift\n(triangles: the interval goes on)")
         sns.despine(ax=axes)
     return settle(figure)
 
@@ -109,9 +111,15 @@ def _interval(axes: Axes, place: int, row: pd.DataFrame, look: Look) -> None:
         axes.annotate("no drift", (place, 0.5), ha="center", rotation=90, fontsize=6)
         return
     estimate, low, high = (float(row[name].iloc[0]) for name in ("estimate", "low", "high"))
-    axes.plot([place], [estimate], marker=look.marker, color=look.colour, linestyle="none", markersize=5)
+    shown = float(np.clip(estimate, LOWEST, HIGHEST))
+    axes.plot([place], [shown], marker=look.marker, color=look.colour, linestyle="none", markersize=5)
+    if shown != estimate:
+        axes.annotate(f" {estimate:.1g}", (place, shown), fontsize=6, va="center")
     if np.isfinite([low, high]).all():
-        axes.vlines(place, low, high, color=look.colour)
+        axes.vlines(place, max(low, LOWEST), min(high, HIGHEST), color=look.colour)
+        ends = [end for end, inside in ((LOWEST, low >= LOWEST), (HIGHEST, high <= HIGHEST)) if not inside]
+        for end in ends:  # the interval goes on
+            axes.plot([place], [1.1 * end], marker="v" if end == LOWEST else "^", color=look.colour, markersize=4)
 
 
 def sweep_figures(result: "PatchSweep") -> dict[str, Figure]:
@@ -186,7 +194,7 @@ def recovery_all_layers(result: "PatchSweep", metric: str = "rel_l2") -> Figure:
                 color=look.colour,
                 label="the patched step" if later == 0 else f"{later} later, unpatched",
             )
-            low, high = (np.clip(part[name].to_numpy(np.float64), LOWEST, 2.0) for name in ("low", "high"))
+            low, high = (np.clip(part[name].to_numpy(np.float64), LOWEST, HIGHEST) for name in ("low", "high"))
             axes.hlines(y, low, high, color=look.colour, linewidth=0.8)
             for lost in np.flatnonzero(x < LOWEST):
                 axes.annotate(f" {x[lost]:.1g}", (LOWEST + 0.15 * i, y[lost]), fontsize=6, va="center")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from mechkv.distributions import UNIT_ROUNDOFF
 from mechkv.figure_style import COLUMN, SERIES_LOOKS, dtype_look, new_figure, style, zero_aware_log_axis
@@ -121,6 +122,11 @@ def nearer_path(study: "OracleStudy", distance: str = "kl") -> Figure:
             )
         axes.plot(ends, ends, color="0.5", linewidth=0.7)
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        for axis in (axes.xaxis, axes.yaxis):
+            subs = (1.0,) if ends[1] / ends[0] > 30 else (1.0, 2.0, 5.0)
+            axis.set_major_locator(LogLocator(subs=subs, numticks=8))
+            axis.set_major_formatter(LogFormatterSciNotation(labelOnlyBase=False, minor_thresholds=(np.inf, np.inf)))
+            axis.set_minor_formatter(NullFormatter())
         unit = "KL(oracle || path), nats" if distance == "kl" else "relative L2 of the logits"
         axes.set_xlabel(f"cached: {unit}")
         axes.set_ylabel(f"recomputed: {unit}")
