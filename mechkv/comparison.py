@@ -285,7 +285,7 @@ def _ordered(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return signed.to(torch.int64) if dtype == torch.float32 else signed
 
 
-def metric_floor(metric: str, n: int, value: float = 0.0) -> float:
+def metric_floor(metric: str, n: Any, value: Any = 0.0) -> Any:
     """Bound on the absolute round-off of `metric` when it is evaluated here, in float64, over `n` elements.
 
     With u = 2^-53 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1; any order of summation):
@@ -294,7 +294,8 @@ def metric_floor(metric: str, n: int, value: float = 0.0) -> float:
         signed_mean                                    (n + 4) u value      value: the RMS of the same tensors
         cosine_distance                                4 (n + 4) u value^2  value: the relative L2 of the same tensors
         kl, js, tv                                     8 (n + 64) u value   logits up to about 60 above one another
-    It is 0 at value 0: identical tensors give exactly 0. Round-off of the *model*, a path against itself, is measured.
+    `n` and `value` are numbers, or columns of one length. It is 0 at value 0: identical tensors give exactly 0. Round-off
+    of the *model*, a path against itself, is measured.
     """
     u = UNIT_ROUNDOFF[torch.float64]
     bounds = {"max_abs": 4 * u * value, "max_abs_dz": 4 * u * value, "rel_linf": 4 * u * value}

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, storage
+from mechkv.comparison import metric_floor
 from mechkv.configs import chosen
 from mechkv.drift_measure import METRICS, DriftConfig, PromptDrift, profile_prompt
 from mechkv.errors import InputError
@@ -45,8 +46,8 @@ class DriftProfile:
 
     Attributes:
         frame: One row per dtype, prompt, step, site, layer and provenance of K/V rows; `position` is that of the newest
-            token, `n_rows` how many K/V rows are compared, then one column per metric (`comparison`). `layer` counts
-            from 0; `logits` stand at layer `n_layers`.
+            token, `n_rows` how many K/V rows and `n` how many elements are compared, then one column per metric
+            (`comparison`). `layer` counts from 0; `logits` stand at layer `n_layers`.
         steps: One row per dtype, prompt and step: the token fed, and the metrics of the two logit vectors.
         split: One row per dtype, prompt, sampled step and layer: injected, propagated and total error at the block's
             output, relative to the L2 norm of the recomputed output.
@@ -68,18 +69,22 @@ class DriftProfile:
 
     def summary(self, metric: str = "rel_l2", seed: int = 0) -> pd.DataFrame:
         """Mean of `metric` over steps >= 1 per dtype, site, provenance and layer, with a 95 % interval that resamples
-        prompts, beside the share of steps that are bitwise equal. Rows whose metric is undefined are counted, not
-        averaged (`n_undefined`)."""
+        prompts, beside the share of steps that are bitwise equal and the round-off of the evaluation (`floor`:
+        `comparison.metric_floor`; the paths' own floor, a step against itself, is exactly 0 or there is no profile).
+        Rows whose metric is undefined are counted, not averaged (`n_undefined`)."""
         if metric not in METRICS:
             raise InputError(
                 "unknown metric", got=repr(metric), expected=f"one of {', '.join(METRICS)}", remedy="Name one."
             )
         keys = ["dtype", "site", "provenance", "layer"]
         decoded = self.frame[self.frame["step"] > 0]
+        decoded = decoded.assign(floor=_floor(decoded, metric))
         defined = decoded[decoded[metric].notna()]
         table = cluster_bootstrap(defined, metric, by=keys, support=_support(metric), seed=seed)
         rest = decoded.groupby(keys, sort=False, observed=True).agg(
-            bitwise_equal=("bitwise_equal", "mean"), n_undefined=(metric, lambda values: int(values.isna().sum()))
+            bitwise_equal=("bitwise_equal", "mean"),
+            floor=("floor", "mean"),
+            n_undefined=(metric, lambda values: int(values.isna().sum())),
         )
         return table.merge(rest.reset_index(), on=keys).assign(metric=metric)
 
@@ -199,6 +204,14 @@ def drift_profile(
                 pieces[other, prompt] = _piece(run, twin, other, prompt, tokens, config, fed, bar)
                 bar.update(int(n_steps[: prompt + 1].sum()) - bar.n)
     return _assemble(pieces, models, config, main)
+
+
+def _floor(rows: pd.DataFrame, metric: str) -> pd.Series:
+    """Round-off of the evaluation, row by row; 0 for what is counted."""
+    if metric in ("max_ulp", "equal_fraction", "bitwise_equal", "nonfinite"):
+        return pd.Series(0.0, index=rows.index)
+    size = {"signed_mean": "rms", "cosine_distance": "rel_l2"}.get(metric, metric)
+    return metric_floor(metric, rows["n"], rows[size])
 
 
 def _support(metric: str) -> tuple[float, float]:

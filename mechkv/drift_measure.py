@@ -56,7 +56,7 @@ METRICS: tuple[str, ...] = (
     "nonfinite",
 )
 PROVENANCES = ("activation", "prefill", "decode", "new")
-_NUMBERS = ("step", "position", "layer", "n_rows")
+_NUMBERS = ("step", "position", "layer", "n_rows", "n")
 _SITES = (*AXES, "logits")
 _AT_ONCE = 2**19
 """Elements of K and V that are copied side by side to be compared: memory must not grow with the number of steps."""
@@ -193,13 +193,14 @@ class _Table:
         places: Sequence[tuple[str, int]],
         found: dict[str, np.ndarray],
         *,
+        n: int,
         n_rows: int = 1,
     ) -> None:
-        """Rows of one step, one for each (site, layer)."""
+        """Rows of one step, one for each (site, layer), each over `n` elements."""
         room = slice(self._n, self._n + len(places))
         self._metrics[room] = np.stack([found[name] for name in METRICS], axis=-1)
         head, kind = (step.index, step.positions[-1]), PROVENANCES.index(provenance)
-        self._numbers[room] = [(*head, layer, n_rows) for _, layer in places]
+        self._numbers[room] = [(*head, layer, n_rows, n) for _, layer in places]
         self._names[room] = [(_SITES.index(site), kind) for site, _ in places]
         self._n += len(places)
 
@@ -208,7 +209,7 @@ class _Table:
         numbers, names = self._numbers[: self._n].T, self._names[: self._n].T
         head = dict(zip(_NUMBERS, numbers, strict=True))
         head |= {"site": np.array(_SITES)[names[0]], "provenance": np.array(PROVENANCES)[names[1]]}
-        head = {name: head[name] for name in ("step", "position", "site", "layer", "provenance", "n_rows")}
+        head = {name: head[name] for name in ("step", "position", "site", "layer", "provenance", "n_rows", "n")}
         frame = pd.DataFrame(head | dict(zip(METRICS, self._metrics[: self._n].T, strict=True)))
         return frame.astype({"bitwise_equal": bool, "nonfinite": np.int64})
 
@@ -218,9 +219,9 @@ def _put_step(table: _Table, cached: Step, recomputed: Step, sites: Sequence[str
     last = [torch.stack([value[-1] for site in sites for value in s.activations[site]]) for s in (cached, recomputed)]
     n_layers = len(cached.activations[sites[0]])
     places = [(site, layer) for site in sites for layer in range(n_layers)]
-    table.put(cached, "activation", places, compare_rows(last[0], last[1]))
+    table.put(cached, "activation", places, compare_rows(last[0], last[1]), n=last[0].shape[1])
     logits = compare_rows(cached.logits[None], recomputed.logits[None])
-    table.put(cached, "activation", [("logits", n_layers)], logits)
+    table.put(cached, "activation", [("logits", n_layers)], logits, n=cached.logits.numel())
     for layers in _alike(cached.kv):
         _put_kv(table, cached, recomputed, layers)
 
@@ -252,7 +253,9 @@ def _put_kv(table: _Table, cached: Step, recomputed: Step, layers: list[int]) ->
             torch.stack([rows[layer][:, start - first : stop - first] for rows in both for layer in layers])
             for both in ((cached.kv.keys, cached.kv.values), (recomputed.kv.keys, recomputed.kv.values))
         ]
-        table.put(cached, provenance, places, compare_rows(parts[0], parts[1]), n_rows=stop - start)
+        table.put(
+            cached, provenance, places, compare_rows(parts[0], parts[1]), n=parts[0][0].numel(), n_rows=stop - start
+        )
 
 
 def _logit_row(cached: Step, recomputed: Step) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def _step_rows(rng: np.random.Generator, size: float, step: int, n_layers: int) 
     luck = rng.lognormal(0, 0.4)
     for layer in range(n_layers):
         rel = 0.0 if step == 0 or (layer == 0 and step % 3) else size * (layer + 1) ** 0.8 * luck
-        head = {"step": step, "position": 13 + step, "layer": layer, "n_rows": 1}
+        head = {"step": step, "position": 13 + step, "layer": layer, "n_rows": 1, "n": 64}
         for i, site in enumerate(DEFAULT_SITES):
             zero = site == "resid_pre" and layer == 0
             rows.append(
@@ -48,7 +48,7 @@ def _step_rows(rng: np.random.Generator, size: float, step: int, n_layers: int) 
                     continue
                 value = {"prefill": 0.0, "decode": rel / 3, "new": rel}[provenance] * (1 if site == "cache_k" else 1.4)
                 rows.append(head | {"site": site, "provenance": provenance, "n_rows": n} | _metrics(value))
-    last = {"step": step, "position": 13 + step, "layer": n_layers, "n_rows": 1, "site": "logits"}
+    last = {"step": step, "position": 13 + step, "layer": n_layers, "n_rows": 1, "n": 64, "site": "logits"}
     return [*rows, last | {"provenance": "activation"} | _metrics(0.0 if step == 0 else size * 9 * luck)]
 
 

@@ -9,6 +9,7 @@ import torch
 from tiny import FAMILIES, tiny_bridge, tokens
 
 from mechkv import drift
+from mechkv.comparison import metric_floor
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.drift_measure import _GiveResidual, _put_step, _Table, profile_prompt
 from mechkv.errors import GuardError, InputError, StorageError
@@ -258,3 +259,17 @@ def test_bad_prompts_are_refused_before_anything_runs(model) -> None:
         drift_profile(model, PROMPTS, CONFIG, continuations=[[1]])
     with pytest.raises(TypeError, match="n_step"):
         DriftConfig(n_step=3)  # type: ignore[call-arg]
+
+
+def test_the_floor_stands_beside_the_number(profile: DriftProfile) -> None:
+    """Elements compared are those of the site, and the floor is the round-off of evaluating this many of them."""
+    frame = profile.frame[profile.frame["dtype"] == "float64"]
+    assert set(frame[frame["provenance"] == "activation"]["n"]) == {48, 101}
+    held = frame[frame["site"] == "cache_k"]
+    assert (held["n"] == held["n_rows"] * held["n"].min()).all()
+    table = profile.summary()
+    assert (table["floor"] < 1e-12).all()
+    assert ((table["floor"] == 0) == (table["estimate"].fillna(0) == 0)).all()
+    row = table[(table["site"] == "resid_post") & (table["layer"] == 2)].iloc[0]
+    assert row["floor"] == pytest.approx(metric_floor("rel_l2", 48, row["estimate"]))
+    assert (profile.summary("max_ulp")["floor"] == 0).all()
