@@ -294,8 +294,8 @@ def metric_floor(metric: str, n: Any, value: Any = 0.0) -> Any:
         signed_mean                                    (n + 4) u value      value: the RMS of the same tensors
         cosine_distance                                4 (n + 4) u value^2  value: the relative L2 of the same tensors
         kl, js, tv                                     8 (n + 64) u value   logits up to about 60 above one another
-    `n` and `value` are numbers, or columns of one length. It is 0 at value 0: identical tensors give exactly 0. Round-off
-    of the *model*, a path against itself, is measured.
+    `n` and `value` are numbers, or columns of one length. At value 0 it is 0: identical tensors give exactly 0.
+    Round-off of the *model*, a path against itself, is measured.
     """
     u = UNIT_ROUNDOFF[torch.float64]
     bounds = {"max_abs": 4 * u * value, "max_abs_dz": 4 * u * value, "rel_linf": 4 * u * value}
