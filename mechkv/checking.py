@@ -158,6 +158,8 @@ def check_paths(
     if not isinstance(tokens, Tensor) or tokens.ndim != 1 or tokens.is_floating_point():
         got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise InputError("tokens", got=got, expected="a tensor of [pos] integers", remedy="Pass one sequence.")
+    if tokens.is_meta:
+        raise InputError("tokens", got="the meta device", expected="a device that computes", remedy="Use the CPU.")
     if type(n_prompt) is not int or not 1 <= n_prompt < len(tokens):
         raise InputError(
             "n_prompt leaves nothing to decode",
