@@ -159,6 +159,7 @@ def run_prompts(
     before = provenance.weights_sha256(model)
     digests = [hashlib.sha256(repr(t.tolist()).encode()).hexdigest() for t in tokens]
     settings = {"kind": kind.KIND, "config": _plain(config), "model": before, "dtype": known.dtype, "prompts": digests}
+    settings["kernels"] = provenance.what_decides_kernels(model)
     run, pieces = RunFolder(folder, settings), []
     bar = tqdm(
         tokens, desc=f"{kind.KIND}, {known.dtype}", unit="prompt", disable=None if progress is None else not progress

@@ -25,7 +25,7 @@ from torch import Tensor
 from mechkv import provenance, storage
 from mechkv.check_model import model_build, model_cases
 from mechkv.check_tables import first_flips, flip_words, position_frame, rung_rows, rung_table
-from mechkv.errors import CacheError, InputError
+from mechkv.errors import CacheError, InputError, MechkvError, NonFiniteError
 from mechkv.examine import CaseReport, Examiner, Modules
 from mechkv.ladder import Case, PathFunction
 from mechkv.models import dtype_name, to_dtype
@@ -158,6 +158,8 @@ def check_paths(
     if not isinstance(tokens, Tensor) or tokens.ndim != 1 or tokens.is_floating_point():
         got = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise InputError("tokens", got=got, expected="a tensor of [pos] integers", remedy="Pass one sequence.")
+    if tokens.is_meta:
+        raise InputError("tokens", got="the meta device", expected="a device that computes", remedy="Use the CPU.")
     if type(n_prompt) is not int or not 1 <= n_prompt < len(tokens):
         raise InputError(
             "n_prompt leaves nothing to decode",
@@ -199,10 +201,12 @@ def check(
         raise InputError("too few steps", got=n_steps, expected="at least 2", remedy="Decode a few tokens.")
     wanted = _dtypes(dtypes)
     try:
-        build = model_build(model_or_source, device)
-        cases = model_cases(
-            build.first(wanted[::-1]), prompts, n_steps=n_steps, chunk=chunk, batched=batched, left_padded=left_padded
-        )
+        try:
+            build = model_build(model_or_source, device)
+            bridge = build.first(list(dict.fromkeys([*wanted[::-1], *map(to_dtype, DTYPES[::-1])])))
+        except NonFiniteError as error:
+            return _never_finite(error)
+        cases = model_cases(bridge, prompts, n_steps=n_steps, chunk=chunk, batched=batched, left_padded=left_padded)
         examined = Examiner(build, lambda bridge: bridge.original_model).run(cases, wanted)
     except CacheError as error:
         return _cache_dead(error)
@@ -217,26 +221,41 @@ def _dtypes(dtypes: Sequence[str | torch.dtype]) -> list[torch.dtype]:
 
 
 def _cache_dead(error: CacheError) -> CheckReport:
-    empty = pd.DataFrame()
-    evidence: dict[str, Any] = {
-        "text": str(error),
-        "when": "only on decode steps, from the first on",
-        "profile_shape": "not looked at",
-    }
-    evidence |= {"because": "the guard of the cached path", "notes": [], "flips": []}
+    reason = f"cache not updated or not read: {error.what} ({error.got}). {error.remedy}"
+    because = {"when": "only on decode steps, from the first on", "because": "the guard of the cached path"}
+    return _refused("semantic", reason, error, because, kind="cache not updated", convicted="cached")
+
+
+def _never_finite(error: NonFiniteError) -> CheckReport:
+    reason = f"NaN or infinity in every precision as soon as the model is run: {error.what} ({error.got})"
+    because = {"when": "from the first tokens on", "because": "no precision could be run"}
+    return _refused("nonfinite", reason, error, because)
+
+
+def _refused(
+    verdict: str,
+    reason: str,
+    error: MechkvError,
+    because: dict[str, str],
+    *,
+    kind: str | None = None,
+    convicted: str | None = None,
+) -> CheckReport:
+    """What a guard found before any rung was climbed."""
+    evidence: dict[str, Any] = {"text": str(error), "profile_shape": "not looked at", "notes": [], "flips": []}
     return CheckReport(
-        "semantic",
-        f"cache not updated or not read: {error.what} ({error.got}). {error.remedy}",
-        empty,
-        empty,
-        empty,
-        None,
-        None,
-        None,
-        "cache not updated",
-        "cached",
-        evidence,
-        provenance.collect(),
+        verdict=verdict,
+        reason=reason,
+        rungs=pd.DataFrame(),
+        frame=pd.DataFrame(),
+        profile=pd.DataFrame(),
+        first_position=None,
+        first_step=None,
+        first_layer=None,
+        kind=kind,
+        convicted=convicted,
+        evidence=evidence | because,
+        provenance=provenance.collect(),
     )
 
 

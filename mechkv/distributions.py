@@ -263,6 +263,8 @@ def check_pair(a: Tensor, b: Tensor) -> None:
         raise InputError(
             "tensors", got=f"no elements, shape {tuple(a.shape)}", expected="some", remedy="Check the slice."
         )
+    if a.is_meta:
+        raise InputError("device", got="meta", expected="a device that holds values", remedy="Use the CPU.")
 
 
 def _checked_logits(z_a: Tensor, z_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -265,6 +265,7 @@ def _settings(
         "prompts": digest.hexdigest(),
         "n_prompts": len(token_lists),
         "control": control if control is None or isinstance(control, str) else provenance.weights_sha256(control),
+        "kernels": provenance.what_decides_kernels(model),
     }
 
 

@@ -136,6 +136,7 @@ def run_settings(
         "dtype": info(model).dtype,
         "prompts": hashlib.sha256(repr([t.tolist() for t in tokens]).encode()).hexdigest(),
         "n_prompts": len(tokens),
+        "kernels": provenance.what_decides_kernels(model),
     }
 
 

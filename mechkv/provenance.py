@@ -71,6 +71,17 @@ def kernel_settings() -> dict[str, Any]:
     return settings
 
 
+def what_decides_kernels(model: TransformerBridge) -> dict[str, Any]:
+    """Devices of the model, torch version, threads, CPU capability and `kernel_settings`: part of the settings of every
+    run that can go on later, so that one table never holds the bits of two kinds of kernels. Plain values, for JSON."""
+    return {
+        "devices": sorted({str(parameter.device) for parameter in model.original_model.parameters()}),
+        "torch": _version("torch"),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    } | kernel_settings()
+
+
 def weights_sha256(model: TransformerBridge, *, again: bool = False) -> str:
     """SHA-256 over name, dtype, shape and bytes of every distinct parameter, in name order. Read once per model, after
     every change that torch counts (not one through `.data`), and `again`: a proof that nothing changed the weights."""

@@ -29,6 +29,7 @@ from mechkv.cache import KVState
 from mechkv.errors import StorageError
 from mechkv.guards import GuardLog
 from mechkv.paths import Step
+from mechkv.runs import differences
 from mechkv.storage import TensorFile
 
 if TYPE_CHECKING:
@@ -183,12 +184,12 @@ def _begin(root: Path, settings: Mapping[str, Any], run: "Run") -> dict[str, Any
         return fresh
     found, ours = storage.read_json(root / SETTINGS), _as_read(settings)
     found = found if isinstance(found, dict) else {}
-    different = [key for key in sorted({*found, *ours}) if found.get(key) != ours.get(key)]
-    if different:
+    differing = differences(found, ours)
+    if differing:
         raise StorageError(
             f"{root} is the results folder of another run",
-            got=f"another value of {', '.join(different)}",
-            expected="the same settings and weights",
+            got=f"another value of {', '.join(differing)}",
+            expected="the same settings and weights, and what decides kernels",
             remedy="Record to another folder, or call with the settings of this one (settings.json).",
         )
     begun = (root / PROGRESS).exists() or (root / storage.INDEX).exists()

@@ -1,8 +1,8 @@
 """A run that can be killed at any moment: finished pieces are kept, and the next start goes on from them.
 
-A `RunFolder` belongs to one set of settings (model, weights, prompts, configuration); another set is refused, so pieces
-of different runs never mix. A piece is one unit of work (a prompt in one dtype); it exists once its marker does, which
-is written last. Without a folder nothing is kept and every piece is computed.
+A `RunFolder` belongs to one set of settings (model, weights, prompts, configuration, what decides kernels); another set
+is refused, so pieces of different runs never mix. A piece is one unit of work (a prompt in one dtype); it exists once
+its marker does, which is written last. Without a folder nothing is kept and every piece is computed.
 """
 
 import shutil
@@ -46,15 +46,15 @@ class RunFolder:
                 )
             write_json(path, dict(settings))
             return
-        found = read_json(path)
-        different = [name for name in {*found, *settings} if found.get(name) != settings.get(name)]
-        if different:
-            name = sorted(different)[0]
+        differing = differences(read_json(path), settings)
+        if differing:
             raise StorageError(
                 f"{self.folder} holds the results of another run",
-                got=f"{name} = {_short(found.get(name))}",
-                expected=f"{name} = {_short(settings.get(name))}",
-                remedy="Give another folder, or delete this one.",
+                got=", ".join(f"{name} = {_short(there)}" for name, (there, _) in differing.items()),
+                expected=", ".join(f"{name} = {_short(here)}" for name, (_, here) in differing.items()),
+                remedy="Give another folder, or delete this one."
+                if not all(name.startswith("kernels") for name in differing)
+                else "Go on where the run began, with the same libraries and threads, or give another folder.",
             )
 
     def piece(self, name: str, compute: Callable[[], Piece]) -> Piece:
@@ -78,6 +78,18 @@ class RunFolder:
     def has(self, name: str) -> bool:
         """Whether a piece is finished."""
         return self.folder is not None and (self.folder / "pieces" / name / _MARKER).exists()
+
+
+def differences(found: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Where two settings are not equal: dotted name -> (found, wanted), sorted; None for what is missing."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*found, *settings}):
+        there, here = found.get(name), settings.get(name)
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            differing |= {f"{name}.{inner}": pair for inner, pair in differences(there, here).items()}
+        elif there != here:
+            differing[name] = (there, here)
+    return differing
 
 
 def _short(value: Any) -> str:

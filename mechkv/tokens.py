@@ -4,7 +4,8 @@ Conventions
     One int64 tensor of shape [pos] a prompt: batch size is 1 on both paths, so there is no padding.
     Texts are tokenised as the given tokenizer does by default. That of a bridge is TransformerLens' own copy, which
     puts a begin-of-text token first wherever there is one, even where the model's own tokenizer leaves it out
-    (SmolLM2): for other tokens pass tensors. Tensors are taken as they are (a copy, on their own device).
+    (SmolLM2): for other tokens pass tensors. A `ChatText`, made by `prompts.chat_prompt`, holds its special tokens and
+    gets none on top, as `apply_chat_template` has it. Tensors are taken as they are (a copy, on their own device).
 Controls
     Nothing is cut, padded or cast: a prompt that cannot be used is an `InputError` that names its index.
 """
@@ -17,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mechkv.errors import InputError
+from mechkv.prompts import ChatText
 
 
 def as_tokens(
@@ -32,7 +34,8 @@ def as_tokens(
 
     Refused: an empty list or prompt, ids outside `vocab_size`, another dtype or shape, a doubled begin-of-text token,
     and prompts that with `n_new_tokens` to come are longer than `max_positions` (None: the model has no limit).
-    `tokenizer` may be None where all prompts are tensors. For texts from `chat_prompt` pass `add_special_tokens=False`.
+    `tokenizer` may be None where all prompts are tensors. A `ChatText` never gets special tokens, whatever
+    `add_special_tokens` says for the other texts.
     """
     if isinstance(prompts, (str, Tensor)):
         raise InputError(
@@ -52,7 +55,7 @@ def as_tokens(
     for index, prompt in enumerate(prompts):
         where = f"prompt {index}"
         if isinstance(prompt, str):
-            tokens = _tokenised(tokenizer, prompt, where, add_special_tokens)
+            tokens = _tokenised(tokenizer, prompt, where, add_special_tokens and not isinstance(prompt, ChatText))
         elif isinstance(prompt, Tensor):
             tokens = _checked(prompt, where)
         else:
@@ -91,7 +94,8 @@ def _tokenised(tokenizer: Any, text: str, where: str, add_special_tokens: bool) 
             where,
             got=f"two begin-of-text tokens (id {bos}) at the start",
             expected="one at most",
-            remedy="The text holds one already: pass tokens, made with add_special_tokens=False.",
+            remedy="The text holds one already: make it with chat_prompt, wrap it in mechkv.prompts.ChatText(text), or "
+            "pass tokens, made with add_special_tokens=False.",
         )
     return torch.tensor(ids, dtype=torch.int64)
 
@@ -111,6 +115,11 @@ def _checked(tokens: Tensor, where: str) -> Int[Tensor, " pos"]:
             expected="token ids in torch.int64",
             remedy="Convert it yourself if these are ids: tokens.long().",
         )
+    if tokens.is_meta:
+        raise InputError(
+            where, got="a tensor on the meta device, which holds no ids", expected="ids on a device that computes",
+            remedy="Make them anew: torch.tensor(ids).",
+        )  # fmt: skip
     if tokens.numel() == 0:
         raise InputError(where, got="no tokens", expected="at least one", remedy="Leave this prompt out.")
     return tokens.detach().clone()

@@ -124,6 +124,41 @@ def test_a_model_folder(capsys, folder, tmp_path):
     assert again.to_dict()["rungs"] == found["rungs"]
 
 
+def _spoiled(folder: Path, factor: float) -> Path:
+    model = tiny_hf("llama-gqa", max_position_embeddings=512)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(factor)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtypes", "reason"),
+    [
+        (8e4, ["float16"], "in float16 on both paths: overflow"),
+        (float("nan"), ["float16"], "in every precision as soon as the model is run"),
+        (float("nan"), ["float32", "bfloat16"], "in every precision as soon as the model is run"),
+    ],
+)
+def test_a_model_that_overflows_when_loaded_gets_its_report(capsys, tmp_path, factor, dtypes, reason):
+    folder, out = _spoiled(tmp_path / "model", factor), tmp_path / "report"
+    arguments = (str(folder), "--dtype", *dtypes, "--steps", "2", "--device", "cpu", "--out", str(out))
+    code, text, _ = call(capsys, *arguments, "--json")
+    found = json.loads(text)
+    assert (code, found["verdict"], found["exit_code"]) == (3, "nonfinite", 3)
+    assert reason in found["reason"]
+    assert mechkv.CheckReport.load(out).verdict == "nonfinite"
+    assert call(capsys, *arguments)[1].startswith("nonfinite: ")
+
+
+def test_a_model_that_does_not_overflow_is_not_called_so(capsys, tmp_path):
+    """The twin."""
+    folder = str(_spoiled(tmp_path, 1.0))
+    code, text, _ = call(capsys, folder, "--dtype", "float16", "--steps", "2", "--device", "cpu", "--json")
+    assert (code, json.loads(text)["verdict"]) in ((4, "inconclusive"), (0, "identical"))
+
+
 def test_batched_and_padded_variants_are_clean():
     report = mechkv.check(
         tiny_hf("llama-gqa"), dtypes=("float32",), n_steps=4, batched=True, left_padded=True, prompts=[tokens(10)]

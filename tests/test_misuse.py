@@ -11,7 +11,7 @@ import torch
 import mechkv
 from mechkv import drift, models, storage
 from mechkv.errors import InputError, ModelError, StorageError
-from mechkv.prompts import sample, word_problems
+from mechkv.prompts import chat_prompt, format_prompt, sample, word_problems
 from mechkv.runs import RunFolder
 from mechkv.sites import resolve
 from tests.tiny import tiny_bridge, tiny_hf, tiny_tokenizer, tokens
@@ -126,6 +126,30 @@ def test_a_bridge_puts_the_begin_of_text_first_where_the_tokenizer_would_not(mod
     assert plain == [7, 8]
     assert as_text["tokens"][0][:3].tolist() == [98, *plain]
     assert as_tokens["tokens"][0][: as_tokens["n_prompt"][0]].tolist() == plain
+
+
+def test_tokens_on_the_meta_device_are_refused(model) -> None:
+    nothing = torch.empty(6, dtype=torch.int64, device="meta")
+    calls = (
+        lambda: mechkv.drift_profile(model, [nothing], drift.DriftConfig(n_steps=1)),
+        lambda: mechkv.check(model, prompts=[nothing], dtypes=("float32",)),
+        lambda: mechkv.check_paths(lambda dtype: model, len, len, nothing, n_prompt=2),
+        lambda: mechkv.record(model, nothing, n_prompt=2, path="cached"),
+        lambda: mechkv.compare(nothing.float(), nothing.float()),
+    )
+    for call in calls:
+        with pytest.raises(InputError, match=r"got .*meta.*; expected .*\. (Make them|Use the CPU)"):
+            call()
+
+
+def test_what_is_no_question_is_refused(model) -> None:
+    for call in (format_prompt, lambda question: chat_prompt(model.tokenizer, question)):
+        for wrong in (None, 3, ["w7"]):
+            with pytest.raises(InputError, match=rf"question: got a {type(wrong).__name__}; expected a text or a Prob"):
+                call(wrong)
+    with pytest.raises(InputError, match=r"shots.*got a str; expected problems"):
+        format_prompt("w7", shots=["w8"])
+    assert "w7" in format_prompt("w7", shots=word_problems()[:1])  # the twin
 
 
 def test_lists_are_not_compared() -> None:

@@ -34,7 +34,7 @@ class Drift:
 
     def run(self) -> int:
         """Profile and print."""
-        from mechkv import figure_style
+        from mechkv import figure_style, terminal
         from mechkv.drift import DriftConfig, drift_profile
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
@@ -63,8 +63,8 @@ class Drift:
         print("relative L2 drift of the residual stream after the last block, mean over steps and prompts")
         for row in last.itertuples():
             print(
-                f"  {row.dtype:<9} {row.estimate:.2e}  95 % over prompts [{row.low:.2e}, {row.high:.2e}]  "
+                f"  {row.dtype:<9} {row.estimate:.2e}  {terminal.interval(row.low, row.high, row.n_clusters, '.2e')}  "
                 f"{100 * row.bitwise_equal:.0f} % of steps bitwise equal"
             )
-        print(profile.onset().to_string(index=False))
+        print(terminal.table(profile.onset()))
         return 0

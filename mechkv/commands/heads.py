@@ -37,6 +37,7 @@ class Heads:
 
     def run(self) -> int:
         """Analyse and print."""
+        from mechkv import terminal
         from mechkv.heads import HeadConfig, head_analysis
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
@@ -75,7 +76,8 @@ class Heads:
             print(json.dumps({name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}, indent=1))
             return 0
         for name, table in tables.items():
-            print(f"{name}\n{table.to_string(index=False)}\n")
+            print(f"{name}\n{terminal.table(table)}\n")
+        print(terminal.interval_note(len(texts)))
         return 0
 
     def _study(self, model, texts: list[str]):

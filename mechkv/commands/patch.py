@@ -36,7 +36,7 @@ class Patch:
 
     def run(self) -> int:
         """Run the factorial and the sweep, and print."""
-        from mechkv import plots
+        from mechkv import plots, terminal
         from mechkv.causal_run import Walks
         from mechkv.factorial import FactorialConfig, causal_factorial
         from mechkv.models import load_model
@@ -68,11 +68,11 @@ class Patch:
         print("share of the drift (inherited with the KV state, made afresh by the step), mean over steps and prompts")
         for row in shares.itertuples():
             print(
-                f"  {row.quantity:<9} {row.measure:<19} {row.estimate:6.3f}  95 % over prompts "
-                f"[{row.low:.3f}, {row.high:.3f}]  {row.n_undefined} steps without drift"
+                f"  {row.quantity:<9} {row.measure:<19} {terminal.number(row.estimate, '.3f'):>6}  "
+                f"{terminal.interval(row.low, row.high, row.n_clusters, '.3f')}  {row.n_undefined} steps without drift"
             )
         print("recovery of the source path's logits with all layers patched (1: the source's logits, 0: no effect)")
         whole = recovery[(recovery["layer"] < 0) & (recovery["kind"] != "identity")]
         columns = ["kind", "dose", "target", "later", "estimate", "low", "high", "n_undefined", "n_idle"]
-        print(whole[columns].to_string(index=False))
+        print(terminal.table(whole[columns]), terminal.interval_note(len(texts)), sep="\n")
         return 0

@@ -38,7 +38,7 @@ class Precision:
 
     def run(self) -> int:
         """Measure and print."""
-        from mechkv import figure_style, storage
+        from mechkv import figure_style, storage, terminal
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
 
@@ -68,7 +68,8 @@ class Precision:
             print(json.dumps(document, indent=1))
             return 0
         for name, table in tables.items():
-            print(f"{name}\n{table.to_string(index=False)}\n")
+            print(f"{name}\n{terminal.table(table)}\n")
+        print(terminal.interval_note(len(texts)))
         return 0
 
     def _ladder(self, texts: list[str]) -> Any:

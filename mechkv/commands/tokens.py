@@ -47,7 +47,7 @@ class Tokens:
 
     def run(self) -> int:
         """Decode, score and print."""
-        from mechkv import figure_style
+        from mechkv import figure_style, terminal
         from mechkv.divergence import TokenDivergenceConfig, token_divergence
         from mechkv.flip_law import fit_flip_law
         from mechkv.models import load_model
@@ -84,14 +84,12 @@ class Tokens:
         for strategy, part in rates.groupby("strategy", sort=False):
             print(strategy)
             for row in part.itertuples():
-                print(
-                    f"  {row.rate:<32}{100 * row.estimate:6.2f} %  [{100 * row.low:.2f}, {100 * row.high:.2f}]  "
-                    f"{row.count} of {row.of}, {row.clock}"
-                )
+                bounds = terminal.interval(100 * row.low, 100 * row.high, len(asked), ".2f", " %")
+                print(f"  {row.rate:<32}{100 * row.estimate:6.2f} %  {bounds}  {row.count} of {row.of}, {row.clock}")
         print("draws (common random numbers, independent draws, the cached path against itself with other draws)")
-        print(noise.to_string(index=False))
+        print(terminal.table(noise), terminal.interval_note(len(asked)), sep="\n")
         print(f"a flip is excluded by the margin at {law.n_certified} of {law.n_steps} steps; {law.n_flips} flip")
-        print(score.table[["condition", "n", "b", "c", "p_value", "n_cut"]].to_string(index=False))
+        print(terminal.table(score.table[["condition", "n", "b", "c", "p_value", "n_cut"]]))
         return 0
 
     def _strategies(self):
