@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv import provenance, storage
+from mechkv import provenance, result_folder, storage
 from mechkv.errors import InputError
 from mechkv.guards import GuardLog, input_device
 from mechkv.interventions import check_untouched
@@ -67,7 +67,7 @@ class CausalResult:
 
     def save(self, folder: Path | str) -> Path:
         """Write the tables (parquet) and the rest (JSON) to a folder, sealed last."""
-        with storage.result_folder(folder, self.KIND) as place:
+        with result_folder.sealed_folder(folder, self.KIND) as place:
             for name in (*self.TABLES, "prompts"):
                 storage.write_frame(place / f"{name}.parquet", getattr(self, name))
             meta = {"config": _plain(self.config), "dtype": self.dtype, "guards": self.guards}
@@ -81,7 +81,7 @@ class CausalResult:
         Raises:
             StorageError: Missing, altered, truncated, or another kind of result.
         """
-        place = storage.open_folder(Path(folder), cls.KIND).path
+        place = result_folder.open_folder(Path(folder), cls.KIND).path
         meta = storage.read_json(place / "result.json")
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in meta["config"].items()}
         tables = {name: storage.read_frame(place / f"{name}.parquet") for name in (*cls.TABLES, "prompts")}

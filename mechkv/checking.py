@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from mechkv import provenance, storage
+from mechkv import provenance, result_folder, storage
 from mechkv.check_model import model_build, model_cases
 from mechkv.check_tables import first_flips, flip_words, position_frame, rung_rows, rung_table
 from mechkv.errors import CacheError, InputError, MechkvError, NonFiniteError
@@ -91,7 +91,7 @@ class CheckReport:
 
     def save(self, folder: Path | str) -> Path:
         """Write tables (parquet) and the rest (JSON) to a folder, sealed last."""
-        with storage.result_folder(folder, KIND, {"verdict": self.verdict}) as place:
+        with result_folder.sealed_folder(folder, KIND, {"verdict": self.verdict}) as place:
             for name in ("rungs", "frame", "profile"):
                 storage.write_frame(place / f"{name}.parquet", getattr(self, name))
             rest = {name: value for name, value in asdict(self).items() if name not in TABLES}
@@ -101,7 +101,7 @@ class CheckReport:
     @classmethod
     def load(cls, folder: Path | str) -> "CheckReport":
         """Read what `save` wrote."""
-        place = storage.open_folder(Path(folder), KIND).path
+        place = result_folder.open_folder(Path(folder), KIND).path
         tables = {name: storage.read_frame(place / f"{name}.parquet") for name in TABLES}
         return cls(**storage.read_json(place / "check.json"), **tables)
 

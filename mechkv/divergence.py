@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv import provenance, storage
+from mechkv import provenance, result_folder, storage
 from mechkv.configs import check_kinds, chosen
 from mechkv.divergence_measure import PromptDivergence, measure_prompt
 from mechkv.errors import InputError
@@ -175,7 +175,7 @@ class TokenDivergence:
 
     def save(self, folder: Path | str) -> Path:
         """Write the tables (parquet) and the rest (JSON) to a folder; sealed last."""
-        with storage.result_folder(folder, KIND) as place:
+        with result_folder.sealed_folder(folder, KIND) as place:
             for name in ("frame", "outcomes", "generations"):
                 storage.write_frame(place / f"{name}.parquet", getattr(self, name))
             meta = {"config": _plain(self.config), "guards": self.guards, "provenance": self.provenance}
@@ -190,7 +190,7 @@ class TokenDivergence:
             StorageError: Missing, altered, truncated, or another kind of result.
         """
         place = Path(folder)
-        storage.open_folder(place, KIND)
+        result_folder.open_folder(place, KIND)
         meta = storage.read_json(place / "divergence.json")
         strategies = tuple(Strategy(**values) for values in meta["config"]["strategies"])
         config = TokenDivergenceConfig(**meta["config"] | {"strategies": strategies})

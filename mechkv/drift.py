@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv import provenance, storage
+from mechkv import provenance, result_folder, storage
 from mechkv.comparison import metric_floor
 from mechkv.configs import chosen
 from mechkv.drift_measure import METRICS, DriftConfig, PromptDrift, profile_prompt
@@ -130,7 +130,7 @@ class DriftProfile:
     def save(self, folder: Path | str) -> Path:
         """Write the tables (parquet) and the rest (JSON) to a folder; sealed last, so half a result never loads."""
         facts = {"config": asdict(self.config), "dtype": self.dtype, "guards": self.guards}
-        with storage.result_folder(folder, KIND, facts | {"provenance": self.provenance}) as place:
+        with result_folder.sealed_folder(folder, KIND, facts | {"provenance": self.provenance}) as place:
             for name in _TABLES:
                 storage.write_frame(place / f"{name}.parquet", getattr(self, name))
         return Path(folder)
@@ -142,7 +142,7 @@ class DriftProfile:
         Raises:
             StorageError: Missing, altered, truncated, or another kind of result.
         """
-        place = storage.open_folder(Path(folder), KIND)
+        place = result_folder.open_folder(Path(folder), KIND)
         facts = place.facts
         config = DriftConfig(**facts["config"] | {"sites": tuple(facts["config"]["sites"])})
         tables = {name: storage.read_frame(place.file(f"{name}.parquet")) for name in _TABLES}

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv import guards, provenance, storage
+from mechkv import guards, provenance, result_folder, storage
 from mechkv.comparison import compare_logits
 from mechkv.guards import GuardLog
 from mechkv.models import info
@@ -65,7 +65,7 @@ class ForcedStudy:
 
     def save(self, folder: Path | str) -> Path:
         """Write the tables (parquet) and the rest (JSON) to a folder; sealed last."""
-        with storage.result_folder(folder, self.KIND) as place:
+        with result_folder.sealed_folder(folder, self.KIND) as place:
             storage.write_frame(place / "frame.parquet", self.frame)
             storage.write_frame(place / "prompts.parquet", self.prompts)
             meta = {"config": asdict(self.config), "guards": self.guards, "provenance": self.provenance}
@@ -80,7 +80,7 @@ class ForcedStudy:
             StorageError: Missing, altered, truncated, or another kind of result.
         """
         place = Path(folder)
-        storage.open_folder(place, cls.KIND)
+        result_folder.open_folder(place, cls.KIND)
         meta = storage.read_json(place / "study.json")
         plain = {key: tuple(v) if isinstance(v, list) else v for key, v in meta["config"].items()}
         tables = {name: storage.read_frame(place / f"{name}.parquet") for name in ("frame", "prompts")}

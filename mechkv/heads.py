@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv import provenance, storage
+from mechkv import provenance, result_folder, storage
 from mechkv.configs import check_kinds, chosen
 from mechkv.errors import InputError
 from mechkv.guards import input_device
@@ -180,7 +180,7 @@ class HeadAnalysis:
 
     def save(self, folder: Path | str) -> Path:
         """Write tables (parquet) and the rest (JSON); sealed last, so half a result never loads."""
-        with storage.result_folder(folder, KIND) as place:
+        with result_folder.sealed_folder(folder, KIND) as place:
             for name in _TABLES:
                 storage.write_frame(place / f"{name}.parquet", getattr(self, name))
             meta = {"config": asdict(self.config), "dtype": self.dtype, "layout": asdict(self.layout)}
@@ -194,7 +194,7 @@ class HeadAnalysis:
         Raises:
             StorageError: Missing, altered, truncated, or another kind of result.
         """
-        storage.open_folder(Path(folder), KIND)
+        result_folder.open_folder(Path(folder), KIND)
         meta = storage.read_json(Path(folder) / "heads.json")
         raw = meta["layout"]
         layout = HeadLayout(

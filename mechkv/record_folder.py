@@ -3,7 +3,7 @@
     settings.json            what was asked for, and of which weights; written first
     steps-000000.safetensors logits and rows of the steps from 0 on, `{site}/{layer}` -> [step, ...]; one file or more
     cache.safetensors        the KV state after the last step
-    mechkv.json              the index (`storage.seal`), with the facts; written last
+    mechkv.json              the index (`result_folder.seal`), with the facts; written last
 
 While it runs, `.progress.json` names the complete step files with their SHA-256 and counts the guards, and
 `.state-*.safetensors` is the KV state BEFORE the newest complete step (the cached path needs it). The progress file is
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from mechkv import storage
+from mechkv import result_folder, storage
 from mechkv.cache import KVState
 from mechkv.errors import StorageError
 from mechkv.guards import GuardLog
@@ -107,14 +107,14 @@ def save(
     tensors = {f"{name}/{layer}": value for name, layers in values.items() for layer, value in enumerate(layers)}
     for index, state in enumerate(states or ()):
         tensors |= _from_state(state, f"state/{index}/")
-    with storage.new_folder(folder) as part:
+    with result_folder.new_folder(folder) as part:
         storage.write_tensors(part / _steps_name(0), tensors)
         _finish(part, facts, [_steps_name(0)], final, states is not None)
 
 
 def load(folder: str | PathLike[str], *, verify: bool = False) -> StoredRun:
     """Open a finished run."""
-    opened = storage.open_folder(folder, KIND, verify=verify)
+    opened = result_folder.open_folder(folder, KIND, verify=verify)
     facts = opened.facts
     files = [storage.read_tensors(opened.file(name)) for name in facts["steps_files"]]
     cache = storage.read_tensors(opened.file(CACHE))
@@ -140,8 +140,8 @@ def continue_run(folder: str | PathLike[str], settings: Mapping[str, Any], run: 
     """
     root = Path(folder)
     progress = _begin(root, settings, run)
-    if (root / storage.INDEX).exists():
-        storage.open_folder(root, KIND)
+    if (root / result_folder.INDEX).exists():
+        result_folder.open_folder(root, KIND)
         run.report(run.n_steps)
         return
     done = progress["shards"][-1]["stop"] if progress["shards"] else 0
@@ -192,7 +192,7 @@ def _begin(root: Path, settings: Mapping[str, Any], run: "Run") -> dict[str, Any
             expected="the same settings and weights, and what decides kernels",
             remedy="Record to another folder, or call with the settings of this one (settings.json).",
         )
-    begun = (root / PROGRESS).exists() or (root / storage.INDEX).exists()
+    begun = (root / PROGRESS).exists() or (root / result_folder.INDEX).exists()
     if begun and settings["interventions"]:
         raise StorageError(
             f"{root} holds a run with interventions",
@@ -202,7 +202,7 @@ def _begin(root: Path, settings: Mapping[str, Any], run: "Run") -> dict[str, Any
         )
     progress = storage.read_json(root / PROGRESS) if (root / PROGRESS).exists() else fresh
     for file in [*progress["shards"], *([progress["state"]] if progress["state"] else [])]:
-        storage.check_file(root / file["name"], file["bytes"], file["sha256"], verify=True)
+        result_folder.check_file(root / file["name"], file["bytes"], file["sha256"], verify=True)
     return progress
 
 
@@ -259,7 +259,7 @@ def _commit(root: Path, progress: dict[str, Any], buffer: Any, step: Step, log: 
 
 def _finish(root: Path, facts: Mapping[str, Any], steps: list[str], final: KVState, has_states: bool) -> None:
     storage.write_tensors(root / CACHE, _from_state(final, ""))
-    storage.seal(root, KIND, {**facts, "steps_files": steps, "has_states": has_states})
+    result_folder.seal(root, KIND, {**facts, "steps_files": steps, "has_states": has_states})
 
 
 def _described(root: Path, name: str) -> dict[str, Any]:

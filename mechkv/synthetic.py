@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from mechkv import storage
+from mechkv import result_folder, storage
 from mechkv.comparison import compare
 from mechkv.errors import InputError
 from mechkv.models import from_hf, to_dtype
@@ -117,7 +117,7 @@ class Sweep:
 
     def save(self, folder: Path | str) -> Path:
         """Write the table (parquet) and the settings (JSON); sealed last."""
-        with storage.result_folder(folder, KIND) as place:
+        with result_folder.sealed_folder(folder, KIND) as place:
             storage.write_frame(place / "frame.parquet", self.frame)
             storage.write_json(place / "settings.json", self.settings)
         return Path(folder)
@@ -129,7 +129,7 @@ class Sweep:
         Raises:
             StorageError: Missing, altered, truncated, or another kind of result.
         """
-        storage.open_folder(Path(folder), KIND)
+        result_folder.open_folder(Path(folder), KIND)
         return cls(
             storage.read_frame(Path(folder) / "frame.parquet"), storage.read_json(Path(folder) / "settings.json")
         )

@@ -31,7 +31,7 @@ import pandas as pd
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
-from mechkv import provenance, storage
+from mechkv import provenance, result_folder, storage
 from mechkv.configs import check_kinds, chosen, require
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.errors import InputError
@@ -175,7 +175,7 @@ class TwinStudy:
 
     def save(self, folder: Path | str) -> Path:
         """Write tables (parquet) and the rest (JSON); sealed last."""
-        with storage.result_folder(folder, KIND) as place:
+        with result_folder.sealed_folder(folder, KIND) as place:
             storage.write_frame(place / "frame.parquet", self.frame)
             storage.write_frame(place / "prompts.parquet", self.prompts)
             meta = {"config": asdict(self.config), "dtype": self.dtype, "guards": self.guards}
@@ -193,7 +193,7 @@ class TwinStudy:
         Raises:
             StorageError: Missing, altered, truncated, or another kind of result.
         """
-        storage.open_folder(Path(folder), KIND)
+        result_folder.open_folder(Path(folder), KIND)
         meta = storage.read_json(Path(folder) / "twins.json")
         return cls(
             storage.read_frame(Path(folder) / "frame.parquet"),

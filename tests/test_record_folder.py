@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_bridge, tokens
 
-from mechkv import record_folder, storage
+from mechkv import record_folder, result_folder, storage
 from mechkv.errors import StorageError
 from mechkv.paths import PathRunner
 from mechkv.recording import RunRecord, estimate_bytes, record
@@ -84,7 +84,7 @@ def test_a_kill_at_any_write_loses_nothing(bridges, tmp_path, monkeypatch, where
         patch.setattr(storage, where, killed)
         with pytest.raises(Killed):
             run(model, sites=["resid_post"], folder=folder, shard_steps=2)
-    assert not (folder / storage.INDEX).exists()
+    assert not (folder / result_folder.INDEX).exists()
     assert_same(run(model, sites=["resid_post"], folder=folder, shard_steps=2), whole)
 
 
@@ -164,7 +164,7 @@ def test_folders_of_something_else_are_refused_and_left_alone(bridges, tmp_path)
         run(bridges(), folder=folder)
     with pytest.raises(StorageError, match="is taken"):
         run(bridges()).save(folder)
-    storage.seal(folder, "drift", {})
+    result_folder.seal(folder, "drift", {})
     with pytest.raises(StorageError, match="results folder of another run"):
         RunRecord.load(folder)
     assert storage.read_json(folder / "notes.json") == {"precious": 1}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from mechkv import storage
+from mechkv import result_folder, storage
 from mechkv.errors import InputError, StorageError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
@@ -35,7 +35,7 @@ def sealed(tmp_path):
     storage.write_json(root / "a.json", {"x": 1})
     storage.write_tensors(root / "t.safetensors", {"t": torch.arange(5.0)})
     storage.write_frame(root / "frame.parquet", pd.DataFrame({"layer": [0, 1], "drift": [0.5, 0.25]}))
-    storage.seal(root, "drift", {"n": 3})
+    result_folder.seal(root, "drift", {"n": 3})
     return root
 
 
@@ -132,14 +132,14 @@ def test_truncated_files(sealed):
         with pytest.raises(StorageError, match="truncated"):
             reader(sealed / name)
         with pytest.raises(StorageError, match=f"{len(data) - 3} bytes; expected {len(data)} bytes"):
-            storage.open_folder(sealed, "drift")
+            result_folder.open_folder(sealed, "drift")
         (sealed / name).write_bytes(data)
-    storage.open_folder(sealed, "drift")
+    result_folder.open_folder(sealed, "drift")
 
 
 def test_a_sealed_folder_opens_with_its_facts(sealed):
     (sealed / "figure.png").write_bytes(b"not listed, not ours")
-    opened = storage.open_folder(sealed, "drift", verify=True)
+    opened = result_folder.open_folder(sealed, "drift", verify=True)
     assert (opened.kind, opened.facts) == ("drift", {"n": 3})
     assert opened.files == ("a.json", "frame.parquet", "t.safetensors")
     assert storage.read_json(opened.file("a.json")) == {"x": 1}
@@ -151,42 +151,42 @@ def test_a_sealed_folder_opens_with_its_facts(sealed):
 def test_one_flipped_bit_is_found(sealed, name):
     flip(sealed / name)
     with pytest.raises(StorageError, match="SHA-256"):
-        storage.open_folder(sealed, "drift")
+        result_folder.open_folder(sealed, "drift")
     flip(sealed / name)
-    storage.open_folder(sealed, "drift")
+    result_folder.open_folder(sealed, "drift")
 
 
 def test_large_files_are_hashed_on_request(sealed, monkeypatch):
     monkeypatch.setattr(storage, "HASHED_AT_OPEN", 10)
     flip(sealed / "t.safetensors")
-    storage.open_folder(sealed, "drift")
+    result_folder.open_folder(sealed, "drift")
     with pytest.raises(StorageError, match="SHA-256"):
-        storage.open_folder(sealed, "drift", verify=True)
+        result_folder.open_folder(sealed, "drift", verify=True)
 
 
 def test_missing_file_other_kind_other_format_unfinished(sealed):
     with pytest.raises(StorageError, match="results folder of another run"):
-        storage.open_folder(sealed, "run")
+        result_folder.open_folder(sealed, "run")
     index = json.loads((sealed / "mechkv.json").read_text())
     (sealed / "mechkv.json").write_text(json.dumps(index | {"format": 99}))
     with pytest.raises(StorageError, match="format 99"):
-        storage.open_folder(sealed, "drift")
+        result_folder.open_folder(sealed, "drift")
     (sealed / "mechkv.json").write_text(json.dumps(index | {"facts": {"n": 4}}))
     with pytest.raises(StorageError, match="digest"):
-        storage.open_folder(sealed, "drift")
+        result_folder.open_folder(sealed, "drift")
     (sealed / "mechkv.json").write_text(json.dumps(["theirs"]))
     with pytest.raises(StorageError, match="index of something else"):
-        storage.open_folder(sealed, "drift")
+        result_folder.open_folder(sealed, "drift")
     (sealed / "mechkv.json").write_text(json.dumps(index))
-    storage.open_folder(sealed, "drift")
+    result_folder.open_folder(sealed, "drift")
     (sealed / "a.json").unlink()
     with pytest.raises(StorageError, match="is missing"):
-        storage.open_folder(sealed, "drift")
+        result_folder.open_folder(sealed, "drift")
     (sealed / "mechkv.json").unlink()
     with pytest.raises(StorageError, match="not a finished result"):
-        storage.open_folder(sealed, "drift")
+        result_folder.open_folder(sealed, "drift")
     with pytest.raises(StorageError, match="no such folder"):
-        storage.open_folder(sealed / "nowhere", "drift")
+        result_folder.open_folder(sealed / "nowhere", "drift")
 
 
 WRITERS = {
@@ -240,17 +240,17 @@ def test_a_full_disk_as_safetensors_reports_it(tmp_path, monkeypatch):
 
 def test_new_folder_appears_whole_or_not_at_all(tmp_path):
     def fail():
-        with storage.new_folder(tmp_path / "a") as part:
+        with result_folder.new_folder(tmp_path / "a") as part:
             storage.write_json(part / "x.json", 1)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert names(tmp_path) == []
-    with storage.new_folder(tmp_path / "a") as part:
+    with result_folder.new_folder(tmp_path / "a") as part:
         storage.write_json(part / "x.json", 1)
         assert not (tmp_path / "a").exists()
     assert names(tmp_path / "a") == ["x.json"]
-    with pytest.raises(StorageError, match="is taken"), storage.new_folder(tmp_path / "a"):
+    with pytest.raises(StorageError, match="is taken"), result_folder.new_folder(tmp_path / "a"):
         pass
     assert names(tmp_path / "a") == ["x.json"]
