@@ -221,8 +221,7 @@ def record(
     }
     for name in ("guards", "provenance"):
         del settings[name]
-    settings["weights_sha256"] = provenance.weights_sha256(model)
-    settings["kernels"] = provenance.what_decides_kernels(model)
+    settings |= {"weights_sha256": provenance.weights_sha256(model), "kernels": provenance.what_decides_kernels(model)}
     record_folder.continue_run(folder, settings, run, shard_steps)
     return RunRecord.load(folder)
 

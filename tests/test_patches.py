@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-import mechkv
 from mechkv.cache import KVState
 from mechkv.errors import GuardError, InputError
 from mechkv.guards import GuardLog, same_bits
@@ -15,7 +14,6 @@ from mechkv.patch_bench import PatchBench, distances, recovery
 from mechkv.paths import At, PathRunner
 from mechkv.placebos import noise, one_ulp, shuffled
 from mechkv.policies import Greedy
-from mechkv.prompts import format_prompt, word_problems
 from mechkv.sources import ForeignSource, Held, Pair, RecordSource, StepSource, TensorSource, inherited, pairs
 from tests.tiny import WINDOW, tiny_bridge, tokens
 
@@ -360,19 +358,6 @@ def test_a_planted_corruption_is_localised_exactly(dtype, site, layer, head, pos
         assert localise_kv(made.cached, worse, made.pair.source("cached"), clean).places == ()
         with pytest.raises(InputError, match="nothing to localise"):
             localise_kv(made.cached, clean, made.pair.source("cached"), clean)
-
-
-@pytest.mark.real
-def test_in_real_weights_it_is_localised_exactly_as_well():
-    """SmolLM2 in float16: one KV head's K, one layer, one position, out of 30 x 2 x 3 x 30."""
-    model = mechkv.load_model("smollm2-135m", dtype="float16")
-    prompt = torch.tensor(model.tokenizer(format_prompt(word_problems()[1]))["input_ids"])[:30]
-    *_, pair = pairs(model, prompt, policy=Greedy(), n_steps=2)
-    with PatchBench(model, "cached", log=GuardLog()) as bench:
-        bad = corrupted(pair.cached.kv_before, "cache_k", 17, 2, 11)
-        base = bench.plain(pair.cached.tokens, bad, pair.cached.index)
-        found = localise_kv(bench, base, pair.source("cached"), pair.cached)
-    assert found.places == (Place("cache_k", 17, 2, 11),)
 
 
 def corrupted(state: KVState, site: str, layer: int, head: int, position: int) -> KVState:

@@ -10,10 +10,16 @@ import torch
 
 import mechkv
 from mechkv.errors import NonFiniteError
+from mechkv.guards import GuardLog
+from mechkv.kv_difference import Place, localise_kv
+from mechkv.patch_bench import PatchBench
 from mechkv.paths import lockstep
-from mechkv.policies import Forced
+from mechkv.policies import Forced, Greedy
+from mechkv.prompts import format_prompt, word_problems
+from mechkv.sources import pairs
 from tests import plain
 from tests.helpers import logits, relative_l2
+from tests.test_patches import corrupted
 
 pytestmark = pytest.mark.real
 
@@ -53,6 +59,18 @@ def test_gemma3_overflows_float16_and_runs_in_bfloat16(packaged_folder):
     pairs = list(lockstep(model, fed[:12], policy=Forced(fed.tolist()), n_steps=4))
     assert torch.equal(pairs[0][0].logits, pairs[0][1].logits)
     assert all(torch.isfinite(ours.logits).all() for ours, _ in pairs)
+
+
+def test_a_planted_row_is_localised_exactly():
+    """SmolLM2 in float16: one KV head's K, one layer, one position, out of 30 x 2 x 3 x 30."""
+    model = mechkv.load_model("smollm2-135m", dtype="float16")
+    prompt = torch.tensor(model.tokenizer(format_prompt(word_problems()[1]))["input_ids"])[:30]
+    *_, pair = pairs(model, prompt, policy=Greedy(), n_steps=2)
+    with PatchBench(model, "cached", log=GuardLog()) as bench:
+        bad = corrupted(pair.cached.kv_before, "cache_k", 17, 2, 11)
+        base = bench.plain(pair.cached.tokens, bad, pair.cached.index)
+        found = localise_kv(bench, base, pair.source("cached"), pair.cached)
+    assert found.places == (Place("cache_k", 17, 2, 11),)
 
 
 CODE = """

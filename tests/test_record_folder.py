@@ -72,7 +72,8 @@ def test_a_killed_run_ends_with_the_same_bits(bridges, tmp_path, count_passes, p
 def test_a_kill_at_any_write_loses_nothing(bridges, tmp_path, monkeypatch, where, nth):
     model, folder = bridges(), tmp_path / "run"
     whole = run(model, sites=["resid_post"])
-    calls, original = [], getattr(storage, where)
+    homes = [module for module in (storage, result_folder) if hasattr(module, where)]
+    calls, original = [], getattr(homes[0], where)
 
     def killed(*args, **kwargs):
         calls.append(args)
@@ -81,7 +82,8 @@ def test_a_kill_at_any_write_loses_nothing(bridges, tmp_path, monkeypatch, where
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, where, killed)
+        for home in homes:
+            patch.setattr(home, where, killed)
         with pytest.raises(Killed):
             run(model, sites=["resid_post"], folder=folder, shard_steps=2)
     assert not (folder / result_folder.INDEX).exists()

@@ -157,7 +157,7 @@ def test_one_flipped_bit_is_found(sealed, name):
 
 
 def test_large_files_are_hashed_on_request(sealed, monkeypatch):
-    monkeypatch.setattr(storage, "HASHED_AT_OPEN", 10)
+    monkeypatch.setattr(result_folder, "HASHED_AT_OPEN", 10)
     flip(sealed / "t.safetensors")
     result_folder.open_folder(sealed, "drift")
     with pytest.raises(StorageError, match="SHA-256"):

@@ -32,9 +32,20 @@ def test_an_interval_or_the_reason_why_there_is_none():
     assert terminal.interval(math.nan, math.nan, 3, ".1f") == "too few prompts for an interval (3; it takes 4)"
     assert terminal.interval(math.nan, math.nan, MIN_CLUSTERS, ".1f") == "no interval"
     assert (terminal.number(math.nan, ".2f"), terminal.number(0.5, ".2f")) == ("-", "0.50")
-    assert (terminal.interval_note(MIN_CLUSTERS), "4" in terminal.interval_note(3)) == ("", True)
+    assert terminal.interval(math.nan, math.nan, 0, ".1f") == "undefined in every prompt"
     shown = terminal.table(pd.DataFrame({"a": [math.nan, 1.5], "b": pd.array([pd.NA, 2], dtype="Int64")}))
     assert shown.split() == ["a", "b", "-", "-", "1.5", "2"]
+
+
+def test_a_table_says_why_its_bounds_are_missing():
+    bounds = pd.DataFrame({"estimate": [1.0], "low": [math.nan], "high": [math.nan]})
+    assert terminal.table(bounds, 2).endswith("(too few prompts for an interval (2; it takes 4): bounds are -)")
+    for other in (
+        terminal.table(bounds, 4),
+        terminal.table(bounds.fillna(1.0), 2),
+        terminal.table(bounds[["high"]], 2),
+    ):
+        assert "too few" not in other
 
 
 SMALL = {

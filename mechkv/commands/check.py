@@ -120,12 +120,12 @@ def _prepare_folder(folder: Path | str) -> None:
     Raises:
         StorageError: It cannot be written, or holds files that are not a report's.
     """
-    from mechkv import storage
+    from mechkv import result_folder, storage
     from mechkv.checking import TABLES
     from mechkv.errors import StorageError
 
     place = Path(folder)
-    ours = {"check.json", storage.INDEX, *(f"{name}.parquet" for name in TABLES)}
+    ours = {"check.json", result_folder.INDEX, *(f"{name}.parquet" for name in TABLES)}
     foreign = sorted(file.name for file in place.iterdir() if file.name not in ours) if place.is_dir() else []
     if foreign:
         raise StorageError(

@@ -76,8 +76,7 @@ class Heads:
             print(json.dumps({name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}, indent=1))
             return 0
         for name, table in tables.items():
-            print(f"{name}\n{terminal.table(table)}\n")
-        print(terminal.interval_note(len(texts)))
+            print(f"{name}\n{terminal.table(table, len(texts))}\n")
         return 0
 
     def _study(self, model, texts: list[str]):

@@ -74,5 +74,5 @@ class Patch:
         print("recovery of the source path's logits with all layers patched (1: the source's logits, 0: no effect)")
         whole = recovery[(recovery["layer"] < 0) & (recovery["kind"] != "identity")]
         columns = ["kind", "dose", "target", "later", "estimate", "low", "high", "n_undefined", "n_idle"]
-        print(terminal.table(whole[columns]), terminal.interval_note(len(texts)), sep="\n")
+        print(terminal.table(whole[columns], len(texts)))
         return 0

@@ -68,8 +68,7 @@ class Precision:
             print(json.dumps(document, indent=1))
             return 0
         for name, table in tables.items():
-            print(f"{name}\n{terminal.table(table)}\n")
-        print(terminal.interval_note(len(texts)))
+            print(f"{name}\n{terminal.table(table, len(texts))}\n")
         return 0
 
     def _ladder(self, texts: list[str]) -> Any:

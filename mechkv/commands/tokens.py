@@ -87,7 +87,7 @@ class Tokens:
                 bounds = terminal.interval(100 * row.low, 100 * row.high, len(asked), ".2f", " %")
                 print(f"  {row.rate:<32}{100 * row.estimate:6.2f} %  {bounds}  {row.count} of {row.of}, {row.clock}")
         print("draws (common random numbers, independent draws, the cached path against itself with other draws)")
-        print(terminal.table(noise), terminal.interval_note(len(asked)), sep="\n")
+        print(terminal.table(noise, len(asked)))
         print(f"a flip is excluded by the margin at {law.n_certified} of {law.n_steps} steps; {law.n_flips} flip")
         print(terminal.table(score.table[["condition", "n", "b", "c", "p_value", "n_cut"]]))
         return 0
