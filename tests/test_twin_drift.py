@@ -12,6 +12,7 @@ import mechkv
 import mechkv.twins
 from experiments import head_dimension
 from mechkv.errors import InputError, StorageError
+from mechkv.reduction import OWN
 from mechkv.stats import rng
 from mechkv.twin_drift import MODEL, TwinConfig, TwinStudy, judge, standard_twins, twin_study
 from mechkv.twins import Twin, materialise_kv_heads, window_off
@@ -136,7 +137,13 @@ def test_the_experiment(tmp_path, monkeypatch) -> None:
     texts = [f"w{i} w{i + 7} w3 w{2 * i} w9 w{i + 30}" for i in range(4)]
     monkeypatch.setattr(head_dimension, "problem_texts", lambda n, file: texts[:n])
     monkeypatch.setattr(head_dimension.Sweep, "plot", lambda self: {})  # drawn in test_synthetic
-    small: dict[str, Any] = {"lengths": (16, 32), "d_heads": (8, 16), "contexts": (16, 32), "seeds": (0, 1)}
+    small: dict[str, Any] = {
+        "lengths": (16, 32),
+        "d_heads": (8, 16),
+        "contexts": (16, 32),
+        "windows": (8, 16),
+        "seeds": (0, 1),
+    }
     config = head_dimension.Config(dtype="float32", n_steps=2, **small)
     outcome = head_dimension.run(config, Pool(), tmp_path)  # type: ignore[arg-type]
     assert [finding.claim for finding in outcome.findings] == ["C4"] * 3
@@ -146,6 +153,13 @@ def test_the_experiment(tmp_path, monkeypatch) -> None:
     assert "heads merely reordered" in wide.controls
     assert window.verdict == "not testable here"
     assert {name for section in outcome.sections for name in section.tables} >= {"verdicts", "sharing", "exponents"}
+    powers = next(section for section in outcome.sections if "exponents" in section.tables).tables["exponents"][0]
+    layers = powers[powers["sweep"] == "layer"]
+    assert set(layers["axis"]) == {"d_head", "context", "window", "n_kv"}
+    assert set(zip(layers["dtype"], layers["accumulator"], strict=True)) == {
+        (dtype, sums) for dtype in config.accumulators for sums in (dtype, "float32", OWN)
+    }
+    assert set(powers[powers["axis"] == "n"]["accumulator"]) == set(config.accumulators)
     first = head_dimension._sweeps(config, tmp_path / "sweeps").frame
     monkeypatch.setattr(head_dimension, "sum_sweep", None)
     monkeypatch.setattr(head_dimension, "layer_sweep", None)

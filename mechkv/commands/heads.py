@@ -1,12 +1,17 @@
-"""`mechkv heads`: drift by head, group, rotary frequency, and twins of the model that compute the same function."""
+"""`mechkv heads`: drift by head, group, dimension, rotary frequency, and twins that compute the same function."""
 
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_LONG, _SHOWN = 60, 3
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Heads:
             "concentration": analysis.concentration(),
             "sharing": analysis.sharing(),
             "attention": analysis.attention(),
+            "by_dimension": analysis.by_dimension(),
+            "by_frequency": analysis.by_frequency(),
         }
         figures = analysis.plot()
         if self.out is not None:
@@ -75,7 +82,7 @@ class Heads:
             print(json.dumps({name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}, indent=1))
             return 0
         for name, table in tables.items():
-            print(f"{name}\n{table.to_string(index=False)}\n")
+            print(f"{_shortened(name, table)}\n")
         return 0
 
     def _study(self, model, texts: list[str]):
@@ -89,3 +96,13 @@ class Heads:
             TwinConfig(n_steps=self.steps),
             folder=None if self.out is None else self.out / "twin_run",
         )
+
+
+def _shortened(name: str, table: "pd.DataFrame") -> str:
+    """A table as text; of a long one the largest drift of every dtype and site."""
+    shown, note = table, ""
+    if len(table) > _LONG:
+        first = table.sort_values("estimate", ascending=False, kind="stable").groupby(["dtype", "site"], observed=True)
+        shown = first.head(_SHOWN).sort_index()
+        note = f", the {_SHOWN} largest of each dtype and site; all {len(table)} rows with --json"
+    return f"{name}{note}\n{shown.to_string(index=False)}"
