@@ -61,7 +61,7 @@ class Config:
     lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
     d_heads: tuple[int, ...] = (16, 32, 64, 128, 256)
     contexts: tuple[int, ...] = (32, 64, 128, 256)
-    windows: tuple[int, ...] = (16, 32, 64, 128, 256)
+    windows: tuple[int, ...] = (16, 32, 64, 128)
     accumulators: tuple[str, ...] = ("float16", "bfloat16", "float32")
     seeds: tuple[int, ...] = (0, 1, 2)
     tiny_models: bool = False
@@ -78,6 +78,7 @@ PRESETS: dict[str, Config] = {
         n_prompts=600,
         n_steps=32,
         lengths=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
+        windows=(16, 32, 64, 128, 256, 512),
         seeds=(0, 1, 2, 3, 4),
         tiny_models=True,
     ),

@@ -137,7 +137,7 @@ def drift_by_dimension(analysis: "HeadAnalysis") -> Figure:
     """Relative drift per dimension of a head, over layers and heads: K before and after rotation, and q, v, z."""
     table = analysis.by_dimension()
     table = table[table["dtype"] == analysis.dtype]
-    groups = ((("k", "before rotation"), ("rot_k", "after rotation")), (("q", "q"), ("v", "v"), ("z", "z")))
+    groups = ((("k", "K before rotation"), ("rot_k", "after rotation")), (("q", "q"), ("v", "v"), ("z", "z")))
     with style():
         figure = new_figure(COLUMN, 3.9)
         panels = figure.subplots(2, 1, sharex=True, sharey=True)
@@ -148,7 +148,7 @@ def drift_by_dimension(analysis: "HeadAnalysis") -> Figure:
                 series = min(i, max(len(strip.heights) - 1, 0))
                 line = draw_line(axes, x, y, SERIES_LOOKS[i], label, band=band, strip=strip, series=series)
                 line.set_markevery((i * max(len(x) // 24, 1), max(len(x) // 8, 1)))
-            axes.legend(title="K" if sites[0][0] == "k" else None, ncols=len(sites), loc="upper center")
+            axes.legend(ncols=len(sites), loc="lower center", bbox_to_anchor=(0.5, 1.0))
             axes.set_ylabel(f"relative L2 drift,\n{analysis.dtype}")
             sns.despine(ax=axes)
         integer_axis(panels[1], "dimension of a head")

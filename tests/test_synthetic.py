@@ -200,7 +200,8 @@ def test_real_kernels_have_a_floor_and_stand_beside_emulated_ones() -> None:
 
 
 def test_model_sweep_and_saving(tmp_path) -> None:
-    sweep = model_sweep("window", (8, 64), LayerShape(context=24), dtypes=("float32",), seeds=(0, 1), n_steps=3)
+    sizes = {"n_steps": 3, "n_layers": 2}
+    sweep = model_sweep("window", (8, 64), LayerShape(context=24), dtypes=("float32",), seeds=(0, 1), **sizes)
     assert len(sweep.frame) == 8
     assert (sweep.frame["drift"] < 1e-5).all()
     assert sorted(set(sweep.frame["n_terms"])) == [8, 24], "a window of 64 leaves a text of 24 as it is"

@@ -105,4 +105,4 @@ def _shortened(name: str, table: "pd.DataFrame") -> str:
         first = table.sort_values("estimate", ascending=False, kind="stable").groupby(["dtype", "site"], observed=True)
         shown = first.head(_SHOWN).sort_index()
         note = f", the {_SHOWN} largest of each dtype and site; all {len(table)} rows with --json"
-    return f"{name}{note}\n{shown.to_string(index=False)}"
+    return f"{name}{note}\n{shown.to_string(index=False, float_format='{:.3g}'.format)}"
