@@ -6,7 +6,7 @@ as it is are looked at (`mechkv.heads`), shared and independent KV errors are pl
 mechanism is swept on sums, one attention layer and tiny models (`mechkv.synthetic`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ from mechkv.synthetic import LayerShape, Sweep, layer_sweep, model_sweep, sum_sw
 from mechkv.twin_drift import PREDICTIONS, TwinConfig, TwinStudy, standard_twins, twin_study
 
 NAME = "head_dimension"
+_ORDERS = ("sequential", "split:4")
+"""Orders of the cached and of the recomputed path in a layer; more pairs are compared on plain sums."""
 CAUSES = {"kv_heads": "grouped queries", "head_dim": "head dimension", "window": "sliding window"}
 
 
@@ -43,6 +45,9 @@ class Config:
         lengths: Terms of the sums that are swept.
         d_heads: Head dimensions of the sweeps.
         contexts: Context lengths of the sweeps.
+        windows: Windows of the sweeps, in a context as long as the longest.
+        accumulators: Dtypes in which sums are emulated; a layer has each as the dtype of its data too, with sums in
+            that dtype, in float32, and in the machine's own kernels.
         seeds: Seeds of the sweeps.
         tiny_models: Sweep tiny random models as well (minutes).
     """
@@ -56,6 +61,8 @@ class Config:
     lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
     d_heads: tuple[int, ...] = (16, 32, 64, 128, 256)
     contexts: tuple[int, ...] = (32, 64, 128, 256)
+    windows: tuple[int, ...] = (16, 32, 64, 128)
+    accumulators: tuple[str, ...] = ("float16", "bfloat16", "float32")
     seeds: tuple[int, ...] = (0, 1, 2)
     tiny_models: bool = False
     prompts: Path | None = None
@@ -71,6 +78,7 @@ PRESETS: dict[str, Config] = {
         n_prompts=600,
         n_steps=32,
         lengths=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
+        windows=(16, 32, 64, 128, 256, 512),
         seeds=(0, 1, 2, 3, 4),
         tiny_models=True,
     ),
@@ -196,6 +204,7 @@ def head_section(analysis: HeadAnalysis, place: str) -> Section:
     captions = {
         "head_heatmap": "Relative L2 drift of head outputs (z), mean over steps and prompts; white lines part groups.",
         "pattern_drift": "Total variation of attention rows between the paths, mean over heads.",
+        "drift_by_dimension": "Relative drift by dimension of a head (K before and after rotation), all layers.",
         "drift_by_frequency": "Relative drift of K by rotary frequency, before and after rotation.",
     }
     figures = {
@@ -229,24 +238,24 @@ def _words(concentration: pd.DataFrame, dtype: str) -> str:
 
 def _sweeps(config: Config, folder: Path) -> Sweep:
     """The sweeps, each kept once it is done."""
-    settings: dict[str, Any] = {"lengths": list(config.lengths), "d_heads": list(config.d_heads)}
-    settings |= {"contexts": list(config.contexts), "seeds": list(config.seeds), "tiny_models": config.tiny_models}
-    run = RunFolder(folder, settings)
-    seeds = config.seeds
+    swept = ("lengths", "d_heads", "contexts", "windows", "accumulators", "seeds")
+    settings: dict[str, Any] = {name: list(getattr(config, name)) for name in swept}
+    run = RunFolder(folder, settings | {"tiny_models": config.tiny_models})
+    seeds, windowed = config.seeds, LayerShape(context=max(config.windows))
     jobs: dict[str, Callable[[], Sweep]] = {
-        "signed": lambda: sum_sweep(config.lengths, seeds=seeds),
-        "positive": lambda: sum_sweep(config.lengths, terms="positive", seeds=seeds),
-        "d_head": lambda: layer_sweep("d_head", config.d_heads, seeds=seeds, accumulators=("float16",)),
-        "context": lambda: layer_sweep("context", config.contexts, seeds=seeds, accumulators=("float16",)),
-        "n_kv": lambda: layer_sweep(
-            "n_kv", (1, 2, 4, 8), LayerShape(n_heads=8), seeds=seeds, accumulators=("float16",)
-        ),
+        "signed": lambda: sum_sweep(config.lengths, accumulators=config.accumulators, seeds=seeds),
+        "positive": lambda: sum_sweep(config.lengths, accumulators=config.accumulators, terms="positive", seeds=seeds),
+        "d_head": lambda: _layer(config, "d_head", config.d_heads),
+        "context": lambda: _layer(config, "context", config.contexts),
+        "window": lambda: _layer(config, "window", config.windows, windowed),
+        "n_kv": lambda: _layer(config, "n_kv", (1, 2, 4, 8), LayerShape(n_heads=8)),
     }
     if config.tiny_models:
         tiny: dict[str, Any] = {"seeds": seeds, "dtypes": ("float32",), "n_steps": 6}
         jobs["model, d_head"] = partial(model_sweep, "d_head", config.d_heads, **tiny)
         jobs["model, n_kv"] = partial(model_sweep, "n_kv", (1, 2, 4), **tiny)
         jobs["model, context"] = partial(model_sweep, "context", config.contexts, **tiny)
+        jobs["model, window"] = partial(model_sweep, "window", config.windows, windowed, **tiny)
     total = Sweep(pd.DataFrame(), {})
     for name, job in jobs.items():
 
@@ -259,14 +268,30 @@ def _sweeps(config: Config, folder: Path) -> Sweep:
     return total
 
 
+def _layer(config: Config, axis: Any, values: Sequence[int], base: LayerShape | None = None) -> Sweep:
+    """Emulated sums beside the machine's own kernels, on the same layers."""
+    total = Sweep(pd.DataFrame(), {})
+    for dtype in config.accumulators:
+        sums = tuple(dict.fromkeys((dtype, "float32")))
+        total += layer_sweep(axis, values, base, orders=[_ORDERS], dtype=dtype, accumulators=sums, seeds=config.seeds)
+    for dtype in config.accumulators:
+        total += layer_sweep(axis, values, base, kernels="torch", dtype=dtype, seeds=config.seeds)
+    return total
+
+
 def sweep_section(sweep: Sweep, config: Config) -> Section:
     """Exponents and figures of the sweeps."""
-    caption = f"Points: seeds {list(config.seeds)}; lines: means; thin lines: summation theory, not fitted."
+    caption = (
+        f"Points: seeds {list(config.seeds)}; lines: means; thin lines: summation theory, not fitted. Orders stand for "
+        "(cached | recomputed); `one row | all rows`: this machine's own kernels; zeros in the order of the legend."
+    )
     return Section(
         title="Which dimension does the drift scale with?",
         text="Emulated orders of summation show what a difference of order alone does, on any machine. Theory "
         "foretells an exponent of 1/2 in the number of terms where one order is sequential, nearly 0 where none is. A "
-        "score has d_head terms, a head's output as many as there are keys, a projection d_model.",
+        "score has d_head terms, a head's output as many as there are keys (the window, where it is shorter than the "
+        "context), a projection d_model; no sum has n_kv. `k`, `scores` and `z` have the same inputs on both "
+        "paths; `layer` is z with the drift of all of them.",
         figures={name: (figure, caption) for name, figure in sweep.plot().items()},
         tables={"exponents": (sweep.exponents(), "Fitted powers with 95 % intervals, seeds as clusters.")},
     )

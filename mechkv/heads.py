@@ -5,7 +5,8 @@ and with the same weights in float32 on the same tokens. `HeadAnalysis` holds th
 
     concentration   the fewest heads (or dimensions) that hold half of the squared drift, beside the fewest that hold
                     half of the squared signal, and how far prompts agree on which they are
-    by_frequency    sqrt(sum of squared drift / sum of squares) per rotary pair, before and after rotation
+    by_dimension    sqrt(sum of squared drift / sum of squares) per dimension of a head, K before and after rotation
+    by_frequency    the same per rotary pair
     sharing         cosine of head-output drift within and between groups, and the correlation over steps of the
                     logarithm of its size
 
@@ -128,8 +129,8 @@ class HeadAnalysis:
         part = self.dims[self.dims["site"].isin(("k", "rot_k")) & (self.dims["pair"] >= 0)]
         return self._relative(part, [*by, "pair", "frequency"])
 
-    def by_dimension(self, by: Sequence[str] = ("layer",)) -> pd.DataFrame:
-        """Relative drift per dimension of a head, at every site."""
+    def by_dimension(self, by: Sequence[str] = ()) -> pd.DataFrame:
+        """Relative drift per dimension of a head, at every site; over all layers and heads that `by` does not name."""
         return self._relative(self.dims, [*by, "dim"])
 
     def concentration(self) -> pd.DataFrame:

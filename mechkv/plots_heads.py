@@ -6,13 +6,16 @@ prompts, over seeds where there are no prompts. Controls are drawn with what the
 dtype under study, the head-order twin beside the others, the lines of summation theory beside the sweeps.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -21,6 +24,8 @@ from mechkv.figure_style import (
     COLUMN,
     DOUBLE,
     SERIES_LOOKS,
+    Look,
+    ZeroStrip,
     draw_line,
     dtype_look,
     integer_axis,
@@ -29,12 +34,21 @@ from mechkv.figure_style import (
     zero_aware_log_axis,
 )
 from mechkv.models import to_dtype
-from mechkv.reduction import summation_line
+from mechkv.reduction import OWN, Law, summation_line
 
 if TYPE_CHECKING:
     from mechkv.heads import HeadAnalysis
     from mechkv.synthetic import Sweep
     from mechkv.twin_drift import TwinStudy
+
+_Line: TypeAlias = tuple[str, str, str]
+"""What tells the lines of a sweep apart: how, dtype, accumulator."""
+_Looks: TypeAlias = dict[_Line, tuple[str, Look]]
+_LAWS: dict[Law, tuple[str, Any]] = {
+    "worst case": ("(n - 1) u, worst case", "-"),
+    "random walk": ("sqrt(n) u, random walk", (0, (6, 2))),
+    "pairwise": ("ceil(log2 n) u, pairwise", (0, (1, 1.5))),
+}
 
 
 def profile_by_twin(study: "TwinStudy") -> Figure:
@@ -119,6 +133,28 @@ def drift_by_frequency(analysis: "HeadAnalysis") -> Figure:
     return figure
 
 
+def drift_by_dimension(analysis: "HeadAnalysis") -> Figure:
+    """Relative drift per dimension of a head, over layers and heads: K before and after rotation, and q, v, z."""
+    table = analysis.by_dimension()
+    table = table[table["dtype"] == analysis.dtype]
+    groups = ((("k", "K before rotation"), ("rot_k", "after rotation")), (("q", "q"), ("v", "v"), ("z", "z")))
+    with style():
+        figure = new_figure(COLUMN, 3.9)
+        panels = figure.subplots(2, 1, sharex=True, sharey=True)
+        for axes, sites in zip(panels, groups, strict=True):
+            strip = zero_aware_log_axis(axes, table[["estimate", "high"]].to_numpy().ravel(), len(sites))
+            for i, (site, label) in enumerate(sites):
+                x, y, band = _curve(table[table["site"] == site].sort_values("dim"), "dim")
+                series = min(i, max(len(strip.heights) - 1, 0))
+                line = draw_line(axes, x, y, SERIES_LOOKS[i], label, band=band, strip=strip, series=series)
+                line.set_markevery((i * max(len(x) // 24, 1), max(len(x) // 8, 1)))
+            axes.legend(ncols=len(sites), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+            axes.set_ylabel(f"relative L2 drift,\n{analysis.dtype}")
+            sns.despine(ax=axes)
+        integer_axis(panels[1], "dimension of a head")
+    return figure
+
+
 def pattern_drift(analysis: "HeadAnalysis") -> Figure:
     """Total variation of attention rows by layer, mean over heads, steps and prompts, with the float32 control."""
     table = analysis.attention("tv", by=("layer",))
@@ -143,46 +179,90 @@ def pattern_drift(analysis: "HeadAnalysis") -> Figure:
 def head_figures(analysis: "HeadAnalysis") -> dict[str, Figure]:
     """Every figure of an analysis that it has data for."""
     figures = {"head_heatmap": head_heatmap(analysis), "pattern_drift": pattern_drift(analysis)}
+    figures["drift_by_dimension"] = drift_by_dimension(analysis)
     if (analysis.dims["pair"] >= 0).any():
         figures["drift_by_frequency"] = drift_by_frequency(analysis)
     return figures
 
 
 def sweep_figure(sweep: "Sweep", name: str, axis: str) -> Figure:
-    """Drift by one axis of one sweep: points are seeds, lines their means, thin lines summation theory."""
+    """Drift by one axis of one sweep, a panel per stage, or per accumulator where there is one stage.
+
+    Points are seeds, lines their means, thin lines summation theory for the terms of a stage, coloured by the dtype
+    whose unit roundoff they take. A dtype of the data has its colour and marker, the arithmetic a dash; where every
+    panel has one dtype, orders have looks of their own. Zeros stand in the order of the legend.
+    """
     part = sweep.frame[(sweep.frame["sweep"] == name) & (sweep.frame["axis"] == axis)]
     if part.empty:
         raise InputError("nothing to draw", got=f"{name}, {axis}", expected="a sweep", remedy="See Sweep.frame.")
-    stages = list(dict.fromkeys(part["stage"]))
-    keys = list(dict.fromkeys(zip(part["how"], part["dtype"], part["accumulator"], strict=True)))
-    lines = _theory(part) if axis == "n" else {}
+    split = "stage" if part["stage"].nunique() > 1 else "accumulator"
+    names = list(dict.fromkeys(part[split]))
+    n_columns = min(len(names), 4)
+    n_rows = -(-len(names) // n_columns)
+    looks = _sweep_looks(part, split)
+    theory = {panel: _theory(part[part[split] == panel]) for panel in names}
+    means = part.groupby(["how", "dtype", "accumulator", "stage", "x"])["drift"].mean()
+    with_zeros = {key[:3] for key in means.index[means == 0]}
+    rows = {key: row for row, key in enumerate(key for key in looks if key in with_zeros)}
     with style():
-        figure = new_figure(COLUMN if len(stages) == 1 else DOUBLE, 2.9)
-        panels = figure.subplots(1, len(stages), sharey=True, squeeze=False)[0]
-        values = np.concatenate([part["drift"].to_numpy(), *(y for _, y in lines.values())])
-        for axes, stage in zip(panels, stages, strict=True):
-            strip = zero_aware_log_axis(axes, values, 1)
-            for i, (how, dtype, accumulator) in enumerate(keys):
-                own = part[(part["stage"] == stage) & (part["how"] == how)]
-                own = own[(own["dtype"] == dtype) & (own["accumulator"] == accumulator)]
-                mean = own.groupby("x")["drift"].mean()
-                look = SERIES_LOOKS[i % len(SERIES_LOOKS)]
-                label = f"{how}, {dtype}" + ("" if "kernel" in accumulator else f", {accumulator} sums")
-                label = f"{how}, {accumulator}" if axis == "n" else label
-                axes.scatter(own["x"], own["drift"].where(own["drift"] > 0), s=3, color=look.colour, alpha=0.5)
-                draw_line(axes, mean.index.to_numpy(), mean.to_numpy(), look, label, strip=strip)
-            for label, (x, y) in lines.items():
-                axes.plot(x, y, color="0.55", linewidth=0.7, linestyle=(0, (1, 1.5)), gid="theory")
-                axes.annotate(label, (x[-1], y[-1]), fontsize=5, color="0.4", ha="right", va="bottom")
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel({"n": "terms", "context": "context (tokens)"}.get(axis, axis))
-            if len(stages) > 1:
-                axes.set_title(stage)
+        figure = new_figure(COLUMN if n_columns == 1 else DOUBLE, 1.1 + 1.9 * n_rows)
+        panels = figure.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False)
+        drawn = [part["drift"].to_numpy(), *(line[-1] for lines in theory.values() for line in lines)]
+        for axes, panel in zip(panels.flat, names, strict=False):
+            strip = zero_aware_log_axis(axes, np.concatenate(drawn), max(len(rows), 1))
+            _sweep_panel(axes, part[part[split] == panel], looks, rows, strip)
+            for name_of, law, x, y in theory[panel]:
+                colour, dash = dtype_look(name_of).colour, _LAWS[law][1]
+                axes.plot(x, y, color=colour, alpha=0.7, linewidth=0.7, linestyle=dash, gid="theory")
+            if len(names) > 1:
+                axes.set_title(panel if split == "stage" else f"{panel} sums")
             sns.despine(ax=axes)
-        panels[0].set_ylabel("relative drift")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2 if len(stages) > 1 else 1)
+        for axes in panels.flat[len(names) :]:
+            axes.set_visible(False)
+        for axes in panels[-1]:
+            axes.set_xlabel({"n": "terms", "context": "context (tokens)", "window": "window (keys)"}.get(axis, axis))
+        for axes in panels[:, 0]:
+            axes.set_ylabel("relative drift")
+        _sweep_legend(figure, panels, {law for lines in theory.values() for _, law, *_ in lines})
     return figure
+
+
+def _sweep_legend(figure: Figure, panels: np.ndarray, laws: set[Law]) -> None:
+    found: dict[str, Artist] = {}
+    for axes in panels.flat:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    for law, (label, dash) in _LAWS.items():
+        if law in laws:
+            found[label] = Line2D([], [], color="0.4", linewidth=0.7, linestyle=dash)
+    figure.legend(found.values(), found, loc="outside lower center", ncols=min(panels.shape[1], 3))
+
+
+def _sweep_looks(part: pd.DataFrame, split: str) -> _Looks:
+    """The label and look of every (how, dtype, accumulator)."""
+    keys = list(dict.fromkeys(zip(part["how"], part["dtype"], part["accumulator"], strict=True)))
+    if split == "accumulator":
+        orders = list(dict.fromkeys(part["how"]))
+        return {key: (key[0], SERIES_LOOKS[orders.index(key[0]) % len(SERIES_LOOKS)]) for key in keys}
+    kinds = list(dict.fromkeys((how, "own" if dtype == sums else sums) for how, dtype, sums in keys))
+    looks = {}
+    for how, dtype, sums in keys:
+        dash = SERIES_LOOKS[kinds.index((how, "own" if dtype == sums else sums)) % len(SERIES_LOOKS)].dash
+        label = f"{dtype}, {how}" + (f" in {sums}" if sums != OWN else "")
+        looks[how, dtype, sums] = (label, dtype_look(dtype)._replace(dash=dash))
+    return looks
+
+
+def _sweep_panel(axes: Axes, part: pd.DataFrame, looks: _Looks, rows: dict[_Line, int], strip: ZeroStrip) -> None:
+    for (how, dtype, sums), (label, look) in looks.items():
+        own = part[(part["how"] == how) & (part["dtype"] == dtype) & (part["accumulator"] == sums)]
+        if own.empty:
+            continue
+        mean = own.groupby("x")["drift"].mean()
+        axes.scatter(own["x"], own["drift"].where(own["drift"] > 0), s=3, color=look.colour, alpha=0.5)
+        row = rows.get((how, dtype, sums), 0)
+        draw_line(axes, mean.index.to_numpy(), mean.to_numpy(), look, label, strip=strip, series=row)
+    axes.set_xscale("log", base=2)
 
 
 def sweep_figures(sweep: "Sweep") -> dict[str, Figure]:
@@ -200,11 +280,16 @@ def _curve(table: pd.DataFrame, x: str) -> tuple[np.ndarray, np.ndarray, tuple[n
     return table[x].to_numpy(), table["estimate"].to_numpy(), (low, high)
 
 
-def _theory(part: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    x = np.sort(part["x"].unique()).astype(np.float64)
-    lines = {}
-    for accumulator in dict.fromkeys(part["accumulator"]):
-        for law, text in (("worst case", "(n-1) u"), ("random walk", "sqrt(n) u"), ("pairwise", "log2(n) u")):
-            y = np.array([summation_line(law, n, to_dtype(accumulator)) for n in x])  # type: ignore[arg-type]
-            lines[f"{text}, {accumulator}"] = (x, y)
-    return lines
+def _theory(part: pd.DataFrame) -> list[tuple[str, Law, np.ndarray, np.ndarray]]:
+    """Dtype, law, x and y of the lines for the sums that a panel shows; the unit roundoff is that of the stated
+    accumulator, of the data where none is stated."""
+    points = part[part["n_terms"] > 0].drop_duplicates("x").sort_values("x")
+    x, terms = points["x"].to_numpy(np.float64), points["n_terms"].to_numpy(np.float64)
+    stated = part[part["accumulator"] != OWN]["accumulator"]
+    laws = [law for law in _LAWS if law != "pairwise" or part["how"].str.contains("pairwise").any()]
+    return [
+        (name, law, x, np.array([summation_line(law, n, to_dtype(name)) for n in terms]))
+        for name in dict.fromkeys(stated if len(stated) else part["dtype"])
+        for law in laws
+        if len(points)
+    ]

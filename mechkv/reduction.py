@@ -28,8 +28,11 @@ from mechkv.comparison import UNIT_ROUNDOFF
 from mechkv.errors import InputError
 
 Kind = Literal["sequential", "pairwise", "blocked", "split"]
+Law = Literal["worst case", "random walk", "pairwise"]
 ORDERS: tuple[str, ...] = ("sequential", "pairwise", "blocked:32", "split:2", "split:4", "split:8")
-"""The orders that sweeps compare by default."""
+"""Orders of every kind."""
+OWN = "kernel's own"
+"""Stands for the accumulator of a machine's kernels, which is not stated."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,7 @@ def _pairwise(terms: Tensor) -> Tensor:
     return terms[..., 0]
 
 
-def summation_line(
-    law: Literal["worst case", "random walk", "pairwise"], n: int | float, accumulator: torch.dtype
-) -> float:
+def summation_line(law: Law, n: int | float, accumulator: torch.dtype) -> float:
     """The lines of summation theory: (n - 1) u, sqrt(n) u, ceil(log2 n) u, relative to the sum of absolute values."""
     u = UNIT_ROUNDOFF[accumulator]
     return {"worst case": (n - 1) * u, "random walk": math.sqrt(n) * u, "pairwise": math.ceil(math.log2(n)) * u}[law]

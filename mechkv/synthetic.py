@@ -4,16 +4,18 @@ Three experiments, from the mechanism up:
 
 - `sum_sweep`: two orders of summation (`reduction`) of the same n terms, in a stated accumulator. Drift: RMS difference
   over RMS sum. Theory: n^1/2 where one order is sequential, (log n)^1/2 where both are pairwise.
-- `layer_sweep`: one attention layer whose cached path (one row a step) adds in one order and whose recomputed path
-  (all rows) in another, emulated; or, with `kernels="torch"`, the machine's own kernels on one row and on all rows.
-  Drift: relative L2 of K rows, scores, attention row and head outputs of the last token.
+- `layer_sweep`: one attention layer whose cached path (one row a step, on the keys that its window leaves) adds in one
+  order and whose recomputed path (all rows) in another, emulated; or, with `kernels="torch"`, the machine's own kernels
+  on one row and on all rows. Drift: relative L2 of the last token's `k` (rows of K that it sees), `scores` and `z`
+  (head outputs), each with the same inputs on both paths; and of `layer`, the head outputs with all drift inherited.
 - `model_sweep`: tiny random Llama or Mistral models on both paths (`paths.lockstep`), relative L2 at `resid_post`.
 
 One axis varies at a time about a base point: `d_head`, `n_kv`, `context`, `window`. `Sweep.exponents` fits the power of
 every line by least squares on logarithms, with the seed as the cluster (`stats.loglog_slope`).
 
 Controls: the same order on both sides gives exactly 0; a float64 accumulator gives the floor; lines of summation theory
-(`reduction.summation_line`) are drawn beside the data, not fitted to them.
+(`reduction.summation_line`) are drawn beside the data, not fitted to them, for `n_terms`: d_model terms in a K row,
+d_head in a score, as many as there are keys (the window, or the context) in a head's output. `n_kv` is in none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 import torch
-from einops import rearrange, repeat
+from einops import repeat
 from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
@@ -35,7 +37,7 @@ from mechkv.errors import InputError
 from mechkv.models import from_hf, to_dtype
 from mechkv.paths import lockstep
 from mechkv.policies import Forced
-from mechkv.reduction import ordered_matmul, ordered_sum
+from mechkv.reduction import OWN, ordered_matmul, ordered_sum
 from mechkv.stats import loglog_slope, torch_rng
 
 if TYPE_CHECKING:
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 
 KIND = "sweep"
 Terms = Literal["signed", "positive"]
-AXES = ("n", "d_head", "n_kv", "context", "window")
 _INIT_STD = 0.12
 
 
@@ -56,7 +57,7 @@ class LayerShape:
         n_heads: Query heads.
         n_kv: KV heads.
         d_head: Dimensions of a head: terms in a score.
-        context: Tokens: terms in a head's output.
+        context: Tokens.
         window: Keys a row sees; None: all.
     """
 
@@ -66,6 +67,11 @@ class LayerShape:
     d_head: int = 32
     context: int = 64
     window: int | None = None
+
+    @property
+    def n_keys(self) -> int:
+        """Keys that the last row sees: terms in a head's output."""
+        return self.context if self.window is None else min(self.window, self.context)
 
     def __post_init__(self) -> None:
         small = [f.name for f in fields(self) if (v := getattr(self, f.name)) is not None and v < 1]
@@ -83,7 +89,8 @@ class Sweep:
     """Results of one or more sweeps.
 
     Attributes:
-        frame: A row per line and point: `sweep`, `axis`, `x`, `seed`, `stage`, `how` (orders or kernels), `dtype`,
+        frame: A row per line and point: `sweep`, `axis`, `x`, `seed`, `stage`, `n_terms` (of the one sum that the stage
+            is, or that the axis changes; undefined where there is none), `how` (orders or kernels), `dtype`,
             `accumulator`, `drift`.
         settings: What was swept.
     """
@@ -97,13 +104,14 @@ class Sweep:
 
     def exponents(self) -> pd.DataFrame:
         """The fitted power of every line with its 95 % interval; points without drift are counted, not fitted, and a
-        line with fewer than 3 points or 2 values of x has none."""
+        line of which most points have none, or fewer than 3 points, 2 seeds or 2 values of x are left, has no power."""
         keys = ["sweep", "axis", "stage", "how", "dtype", "accumulator"]
         rows = []
         for key, part in self.frame.groupby(keys, sort=False):
             used = part[part["drift"] > 0]
             row = dict(zip(keys, key, strict=True)) | {"n": len(used), "n_zero": len(part) - len(used)}
-            if len(used) >= 3 and used["x"].nunique() >= 2 and used["seed"].nunique() >= 2:
+            enough = len(used) >= max(3, len(part) / 2)
+            if enough and used["x"].nunique() >= 2 and used["seed"].nunique() >= 2:
                 law = loglog_slope(used["x"], used["drift"], cluster=used["seed"])
                 row |= dict(zip(("exponent", "low", "high"), law.exponent, strict=True)) | {"prefactor": law.prefactor}
             rows.append(row)
@@ -143,7 +151,7 @@ def sum_sweep(
         ("sequential", "split:8"),
         ("pairwise", "blocked:32"),
     ),
-    accumulators: Sequence[str] = ("float16", "float32"),
+    accumulators: Sequence[str] = ("float16", "bfloat16", "float32"),
     *,
     terms: Terms = "signed",
     n_sums: int = 1000,
@@ -172,6 +180,7 @@ def sum_sweep(
                 for a, b in orders:
                     drift = float((sums[a] - sums[b]).square().mean().sqrt() / size)
                     place = {"sweep": f"sum, {terms} terms", "axis": "n", "x": n, "seed": seed, "stage": "sum"}
+                    place["n_terms"] = n
                     rows.append(place | {"how": f"{a} | {b}", "dtype": name, "accumulator": name, "drift": drift})
     return Sweep(pd.DataFrame(rows), {f"sum, {terms} terms": {"n_sums": n_sums, "seeds": list(seeds)}})
 
@@ -207,19 +216,22 @@ def layer_sweep(
         for seed in seeds:
             layer = _Layer(shape, seed, to_dtype(dtype))
             for (a, b), accumulator in points:
-                how = f"{a} | {b}" if a else "one row | all rows"
-                ours, theirs = (layer.run(order, accumulator, path) for order, path in ((a, "one"), (b, "all")))
-                place = {"sweep": f"layer, {kernels}", "axis": axis, "x": value, "seed": seed, "how": how}
-                place |= {"dtype": dtype, "accumulator": accumulator if a else "kernel's own"}
-                rows += [place | {"stage": s, "drift": compare(ours[s], theirs[s]).rel_l2} for s in ours]
+                place = {"sweep": "layer", "axis": axis, "x": value, "seed": seed, "dtype": dtype}
+                place |= {"how": f"{a} | {b}", "accumulator": accumulator}
+                if kernels == "torch":
+                    place |= {"how": "one row | all rows", "accumulator": OWN}
+                for stage, drift in layer.drifts(a, b, accumulator):
+                    rows.append(place | {"stage": stage, "n_terms": layer.n_terms.get(stage, np.nan), "drift": drift})
     return Sweep(pd.DataFrame(rows), {f"layer, {kernels}, {axis}": {"base": vars(base), "seeds": list(seeds)}})
 
 
 class _Layer:
-    """One attention layer with random weights, run on either path."""
+    """One attention layer with random weights, run on either path. Without an order: on the machine's kernels."""
 
     def __init__(self, shape: LayerShape, seed: int, dtype: torch.dtype) -> None:
         self.shape = shape
+        self.held = shape.n_keys
+        self.n_terms = {"k": shape.d_model, "scores": shape.d_head, "z": self.held}
         generator = torch_rng(seed, "layer sweep", *(getattr(shape, f.name) or 0 for f in fields(shape)))
 
         def normal(*size: int) -> Tensor:
@@ -229,29 +241,49 @@ class _Layer:
         width = {"q": shape.n_heads * shape.d_head, "k": shape.n_kv * shape.d_head, "v": shape.n_kv * shape.d_head}
         self.weights = {name: (normal(shape.d_model, n) / shape.d_model**0.5).to(dtype) for name, n in width.items()}
 
-    def run(self, order: str, accumulator: str, path: str) -> dict[str, Float[Tensor, "..."]]:
-        """K rows, scores, attention row and head outputs of the last token. Without an order the machine's kernels."""
-        shape = self.shape
+    def drifts(self, order_one: str, order_all: str, accumulator: str) -> Iterator[tuple[str, float | None]]:
+        """Every stage and its drift: the sums one by one on the recomputed path's inputs, then all of them."""
+        ours = self.run(order_one, accumulator, "one")
+        theirs = self.run(order_all, accumulator, "all")
+        last, keys = slice(-1, None), slice(-self.held, None)
+        q, k, v = theirs["q"][:, last], theirs["k"][:, keys], theirs["v"][:, keys]
+        z = _times(theirs["pattern"][:, last, keys], v, order_one, accumulator)
+        scores = self._scores(q, k, order_one, accumulator)
+        yield "k", compare(ours["k"], k).rel_l2
+        yield "scores", compare(scores, theirs["scores"][:, last, keys]).rel_l2
+        yield "z", compare(z, theirs["z"][:, last]).rel_l2
+        yield "layer", compare(ours["z"], theirs["z"][:, last]).rel_l2
 
-        def times(a: Tensor, b: Tensor) -> Tensor:
-            return ordered_matmul(a, b, order, to_dtype(accumulator)) if order else a @ b
+    def run(self, order: str, accumulator: str, path: str) -> dict[str, Float[Tensor, "n_heads ..."]]:
+        """`q`, `k`, `v` (a KV head for every query head), `scores`, `pattern`, `z`: rows of the last token and of the
+        keys it sees. The machine's kernels have all rows and keys on the path `all`, with a mask, as a model has."""
+        full = path == "all" and not order
+        rows = {"q": self.x if full else self.x[-1:], "k": self.x if full else self.x[-self.held :]}
+        q, k, v = (self._project(name, rows.get(name, rows["k"]), order, accumulator, path) for name in ("q", "k", "v"))
+        scores = self._scores(q, k, order, accumulator)
+        if full:
+            behind = torch.arange(len(self.x))[:, None] - torch.arange(len(self.x))
+            scores = scores.masked_fill((behind < 0) | (behind >= self.held), -torch.inf)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        pattern = torch.softmax(scores.to(wide), dim=-1).to(scores.dtype)
+        z = _times(pattern, v, order, accumulator)
+        return {"q": q, "k": k, "v": v, "scores": scores, "pattern": pattern, "z": z}
 
-        def project(name: str) -> Tensor:
-            rows = self.x[-1:] if name == "q" and path == "one" else self.x
-            if order or path == "all":
-                return times(rows, self.weights[name])
-            return torch.cat([row[None] @ self.weights[name] for row in rows])
+    def _project(self, name: str, rows: Tensor, order: str, accumulator: str, path: str) -> Tensor:
+        weight, shape = self.weights[name], self.shape
+        if order or path == "all":
+            out = _times(rows, weight, order, accumulator)
+        else:
+            out = torch.cat([row[None] @ weight for row in rows])
+        copies = 1 if name == "q" else shape.n_heads // shape.n_kv
+        return repeat(out, "t (g d) -> (g r) t d", d=shape.d_head, r=copies)
 
-        q = rearrange(project("q")[-1:] if order else project("q"), "t (h d) -> h t d", d=shape.d_head)
-        held = shape.context if shape.window is None else min(shape.window, shape.context)
-        k, v = (
-            repeat(project(name)[-held:], "t (g d) -> (g r) t d", d=shape.d_head, r=shape.n_heads // shape.n_kv)
-            for name in ("k", "v")
-        )
-        scores = (times(q, k.transpose(-1, -2)) * shape.d_head**-0.5)[:, -1:]
-        pattern = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
-        z = times(pattern, v)
-        return {"k": k[:: shape.n_heads // shape.n_kv], "scores": scores, "pattern": pattern, "z": z}
+    def _scores(self, q: Tensor, k: Tensor, order: str, accumulator: str) -> Tensor:
+        return _times(q, k.transpose(-1, -2), order, accumulator) * self.shape.d_head**-0.5
+
+
+def _times(a: Tensor, b: Tensor, order: str, accumulator: str) -> Tensor:
+    return ordered_matmul(a, b, order, to_dtype(accumulator)) if order else a @ b
 
 
 def model_sweep(
@@ -279,13 +311,14 @@ def model_sweep(
     rows: list[dict[str, Any]] = []
     for value in values:
         shape = replace(base, **{axis: value})
+        n_terms = {"d_head": shape.d_head, "n_kv": np.nan}.get(axis, shape.n_keys)
         for seed in seeds:
             for dtype in dtypes:
                 place = {"sweep": "model", "axis": axis, "x": value, "seed": seed, "how": "cached | recomputed"}
-                place |= {"dtype": dtype, "accumulator": "kernel's own"}
+                place |= {"dtype": dtype, "accumulator": OWN}
                 drifts = np.sqrt(np.mean(np.square(list(_model_drift(shape, seed, dtype, n_layers, n_steps))), axis=0))
                 rows += [
-                    place | {"stage": stage, "drift": float(drift)}
+                    place | {"stage": stage, "n_terms": n_terms, "drift": float(drift)}
                     for stage, drift in zip(("first block", "last block"), drifts, strict=True)
                 ]
     settings = {"base": vars(base), "seeds": list(seeds), "n_layers": n_layers, "n_steps": n_steps}

@@ -34,7 +34,7 @@ def table(frame: pd.DataFrame, n_prompts: int | None = None) -> str:
         name: column.astype(object).where(column.notna(), UNDEFINED) if column.dtype.name == "Int64" else column
         for name, column in frame.items()
     }
-    text = pd.DataFrame(shown).to_string(index=False, na_rep=UNDEFINED)
+    text = pd.DataFrame(shown).to_string(index=False, na_rep=UNDEFINED, float_format="{:.3g}".format)
     bounds = [name for name in frame if str(name) == "low" or str(name).endswith("_low")]
     if n_prompts is not None and n_prompts < MIN_CLUSTERS and frame[bounds].isna().any(axis=None):
         text += f"\n({_too_few(n_prompts)}: bounds are {UNDEFINED})"

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -82,6 +83,15 @@ def test_an_error_in_one_rotary_pair_shows_in_that_pair_alone(family) -> None:
     assert set(after["head"]) == {HEAD}
     assert after["frequency"].iloc[0] == pytest.approx(layout.frequencies[LAYER][PAIR])
     assert dims.query("site == 'k'").empty, "nothing is planted before rotation"
+
+
+def test_dimensions_are_told_apart_before_and_after_rotation(analysis) -> None:
+    for site, dims, expected in (("cache_v", [3], {"v": [3], "z": [3]}), ("k", [PAIR], {"k": [4], "rot_k": [4, 10]})):
+        found = planted(wide("llama-gqa"), site, dims)["dims"].query("layer == @LAYER")
+        table = replace(analysis, dims=found.assign(dtype="float64", prompt=0)).by_dimension()
+        shown = table[table["estimate"] > 0].groupby("site")["dim"].apply(list).to_dict()
+        assert {name: shown.get(name) for name in expected} == expected
+        assert len(table) == 5 * 12
 
 
 def test_before_rotation_one_dimension_becomes_a_pair_after() -> None:
@@ -165,19 +175,21 @@ def test_what_is_read_off(analysis) -> None:
     expected = np.sqrt(pair["square"].sum() / pair["reference"].sum()).mean()
     got = frequencies.query("site == 'rot_k' and kind == 'full' and pair == 2")["estimate"].iloc[0]
     assert got == pytest.approx(expected)
+    dimension = analysis.dims.query("site == 'rot_k' and dim == 7").groupby("prompt")
+    expected = np.sqrt(dimension["square"].sum() / dimension["reference"].sum()).mean()
+    got = analysis.by_dimension().query("site == 'rot_k' and dim == 7")["estimate"].tolist()
+    assert got == pytest.approx([expected]), "one value over all layers and heads"
     concentration = analysis.concentration().set_index(["site", "unit"])
     assert concentration.loc[("z", "head"), "n_units"] == 12
     assert concentration.loc[("rot_k", "dimension"), "n_units"] == 3 * 2 * 12
     assert (concentration["n_half"] <= concentration["n_units"] / 2 + 1).all()
     assert {"within", "between", "within - between"} <= set(analysis.sharing()["measure"])
     assert analysis.attention("entropy_drift", by=("layer",))["estimate"].abs().max() < 1e-4
-    assert set(analysis.plot()) == {"head_heatmap", "pattern_drift", "drift_by_frequency"}
+    assert set(analysis.plot()) == {"head_heatmap", "pattern_drift", "drift_by_dimension", "drift_by_frequency"}
 
 
 def test_all_drift_in_one_head(analysis) -> None:
     dims = analysis.dims.assign(square=(analysis.dims["head"] == 1) * (analysis.dims["layer"] == 2) * 1.0)
-    from dataclasses import replace
-
     table = replace(analysis, dims=dims).concentration().set_index(["site", "unit"])
     assert table.loc[("z", "head"), "n_half"] == 1
     assert table.loc[("z", "head"), "agreement"] == 1
@@ -196,7 +208,7 @@ def test_saved_and_loaded(analysis, tmp_path) -> None:
 
 
 def test_float32_control_and_resuming(tmp_path) -> None:
-    model = tiny_bridge("llama-gqa", dtype=torch.bfloat16)
+    model = tiny_bridge("llama-gqa", dtype=torch.bfloat16, num_hidden_layers=1)
     texts = ["w1 w5 w9 w2 w7 w3", "w4 w8 w15 w16 w23"]
     found = head_analysis(model, texts, HeadConfig(n_steps=2), folder=tmp_path)
     assert set(found.heads["dtype"]) == {"bfloat16", "float32"}
@@ -212,13 +224,8 @@ def test_command_line(tmp_path, capsys, monkeypatch) -> None:
     from mechkv import plots
     from mechkv.cli import main
 
-    named, save = [], plots.save
-
-    def save_one(figure, place):
-        named.append(place.name)
-        return save(figure, place) if place.name == "profile_by_twin" else place
-
-    monkeypatch.setattr(plots, "save", save_one)  # drawing all of them costs more than the rest
+    saved: list = []
+    monkeypatch.setattr(plots, "save", lambda figure, place: saved.append(place))  # drawn in test_plots
 
     tiny_hf("llama-gqa", num_hidden_layers=1).save_pretrained(tmp_path / "m")
     tiny_tokenizer().save_pretrained(tmp_path / "m")
@@ -231,7 +238,23 @@ def test_command_line(tmp_path, capsys, monkeypatch) -> None:
     assert stop.value.code == 0
     tables = json.loads(capsys.readouterr().out)
     assert {row["cause"] for row in tables["verdicts"]} == {"kv_heads", "head_dim"}
-    assert (tmp_path / "out" / "figures" / "profile_by_twin.png").exists()
-    assert named == ["head_heatmap", "pattern_drift", "drift_by_frequency", "profile_by_twin"]
+    assert {(row["site"], row["dim"]) for row in tables["by_dimension"]} == {
+        (site, dim) for site in ("q", "z", "k", "rot_k", "v") for dim in range(12)
+    }
+    assert {row["site"] for row in tables["by_frequency"]} == {"k", "rot_k"}
+    assert {place.parent for place in saved} == {tmp_path / "out" / "figures"}
+    names = ["head_heatmap", "pattern_drift", "drift_by_dimension", "drift_by_frequency", "profile_by_twin"]
+    assert [place.name for place in saved] == names
     assert HeadAnalysis.load(tmp_path / "out" / "heads").dtype == "float32"
     assert mechkv.TwinStudy.load(tmp_path / "out" / "twins").twins["mha"].float64_rel_l2 < 1e-6
+
+
+def test_long_tables_are_shortened_to_the_largest() -> None:
+    from mechkv.commands.heads import _shortened
+
+    rows = [{"dtype": "float16", "site": site, "dim": i, "estimate": (i * 7) % 40} for site in "kv" for i in range(40)]
+    text = _shortened("by_dimension", pd.DataFrame(rows))
+    assert text.startswith("by_dimension, the 3 largest of each dtype and site; all 80 rows with --json")
+    shown = [line.split()[1:] for line in text.splitlines()[2:]]
+    assert shown == [[site, *row] for site in "kv" for row in (["11", "37"], ["17", "39"], ["34", "38"])]
+    assert _shortened("t", pd.DataFrame(rows[:40])).count("\n") == 41, "a short one is whole"

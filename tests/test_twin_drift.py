@@ -11,7 +11,9 @@ import torch
 import mechkv
 import mechkv.twins
 from experiments import head_dimension
+from mechkv import twin_drift
 from mechkv.errors import InputError, StorageError
+from mechkv.reduction import OWN
 from mechkv.stats import rng
 from mechkv.twin_drift import MODEL, TwinConfig, TwinStudy, judge, standard_twins, twin_study
 from mechkv.twins import Twin, materialise_kv_heads, window_off
@@ -121,11 +123,11 @@ def test_a_study_of_a_tiny_model(tmp_path) -> None:
     (tmp_path / "s" / "frame.parquet").unlink()
     with pytest.raises(StorageError):
         TwinStudy.load(tmp_path / "s")
-    other = materialise_kv_heads(tiny_bridge("llama-gqa", dtype=torch.bfloat16))
+    other = materialise_kv_heads(tiny_bridge("llama-gqa", dtype=torch.bfloat16, num_hidden_layers=1))
     with pytest.raises(InputError, match="cannot be compared"):
         twin_study(model, {"mha": other}, prompts)
     with pytest.raises(InputError, match="not a twin"):
-        twin_study(model, {"mha": tiny_bridge("llama-mha")}, prompts)
+        twin_study(model, {"mha": tiny_bridge("llama-mha", num_hidden_layers=1)}, prompts)
 
 
 def test_the_experiment(tmp_path, monkeypatch) -> None:
@@ -133,10 +135,18 @@ def test_the_experiment(tmp_path, monkeypatch) -> None:
         def get(self, source, dtype):
             return tiny_bridge("llama-gqa", dtype=getattr(torch, dtype), num_hidden_layers=2)
 
-    texts = [f"w{i} w{i + 7} w3 w{2 * i} w9 w{i + 30}" for i in range(4)]
+    texts = [f"w{i} w{i + 7} w3 w{2 * i} w9 w{i + 30}" for i in range(2)]
     monkeypatch.setattr(head_dimension, "problem_texts", lambda n, file: texts[:n])
     monkeypatch.setattr(head_dimension.Sweep, "plot", lambda self: {})  # drawn in test_synthetic
-    small: dict[str, Any] = {"lengths": (16, 32), "d_heads": (8, 16), "contexts": (16, 32), "seeds": (0, 1)}
+    small: dict[str, Any] = {
+        "lengths": (16, 32),
+        "d_heads": (8, 16),
+        "contexts": (16, 32),
+        "windows": (8, 16),
+        "accumulators": ("float16", "float32"),
+        "seeds": (0,),
+        "n_prompts": 2,
+    }
     config = head_dimension.Config(dtype="float32", n_steps=2, **small)
     outcome = head_dimension.run(config, Pool(), tmp_path)  # type: ignore[arg-type]
     assert [finding.claim for finding in outcome.findings] == ["C4"] * 3
@@ -146,16 +156,30 @@ def test_the_experiment(tmp_path, monkeypatch) -> None:
     assert "heads merely reordered" in wide.controls
     assert window.verdict == "not testable here"
     assert {name for section in outcome.sections for name in section.tables} >= {"verdicts", "sharing", "exponents"}
+    powers = next(section for section in outcome.sections if "exponents" in section.tables).tables["exponents"][0]
+    layers = powers[powers["sweep"] == "layer"]
+    assert set(layers["axis"]) == {"d_head", "context", "window", "n_kv"}
+    assert set(zip(layers["dtype"], layers["accumulator"], strict=True)) == {
+        (dtype, sums) for dtype in config.accumulators for sums in (dtype, "float32", OWN)
+    }
+    assert set(powers[powers["axis"] == "n"]["accumulator"]) == set(config.accumulators)
     first = head_dimension._sweeps(config, tmp_path / "sweeps").frame
     monkeypatch.setattr(head_dimension, "sum_sweep", None)
     monkeypatch.setattr(head_dimension, "layer_sweep", None)
     pd.testing.assert_frame_equal(head_dimension._sweeps(config, tmp_path / "sweeps").frame, first)  # nothing is redone
 
 
-def test_the_twins_that_a_model_has() -> None:
+def test_the_twins_that_a_model_has(monkeypatch) -> None:
+    made: list = []
+    for name in ("materialise_kv_heads", "pad_head_dim", "window_off", "permute_heads"):
+        monkeypatch.setattr(twin_drift, name, lambda model, *size, name=name: made.append((name, *size)) or model)
     model = tiny_bridge("gemma2", num_hidden_layers=1)
     assert list(standard_twins(model, WINDOW, 16)) == ["mha", "padded", "no window", "reordered"]
+    assert made == [("materialise_kv_heads",), ("pad_head_dim", 16), ("window_off",), ("permute_heads",)]
+    assert "no window" not in standard_twins(model, WINDOW + 1), "the texts do not fit into it"
+    made.clear()
     assert list(standard_twins(tiny_bridge("llama-mha", num_hidden_layers=1), 50)) == ["padded", "reordered"]
+    assert made == [("pad_head_dim", 24), ("permute_heads",)]
 
 
 @pytest.mark.real

@@ -42,13 +42,19 @@ def last(model, n=WINDOW, path="recomputed", sites=()):
     return list(steps)[-1]
 
 
+@functools.cache
+def last_of(name, sites=()):
+    """The same of the shared model of a family."""
+    return last(shared(name), sites=sites)
+
+
 def test_materialised_heads_are_copies(family) -> None:
-    _, model = family
+    name, model = family
     twin = materialise_kv_heads(model)
     assert (info(twin).n_kv, info(model).n_kv) == (4, 2)
     assert twin_info(twin).float64_rel_l2 <= PROOF_TOLERANCE
     assert twin_info(twin).bitwise
-    ours, theirs = last(twin), last(model)
+    ours, theirs = last(twin), last_of(name)
     assert torch.equal(ours.logits, theirs.logits)
     for mine, original in zip(ours.kv.keys, theirs.kv.keys, strict=True):
         assert torch.equal(mine, original.repeat_interleave(2, 0))
@@ -61,7 +67,7 @@ def test_padded_dimensions_are_zero_and_the_rest_in_place(family) -> None:
     twin = pad_head_dim(model, new)
     assert info(twin).d_head == new
     assert twin_info(twin).float64_rel_l2 <= PROOF_TOLERANCE
-    ours, theirs = last(twin), last(model)
+    ours, theirs = last(twin), last_of(name)
     real = torch.cat([torch.arange(old // 2), new // 2 + torch.arange(old // 2)])
     scale = (new / old) ** 0.5 if name in NORMED else 1.0
     for mine, original in zip(ours.kv.keys, theirs.kv.keys, strict=True):
@@ -93,8 +99,8 @@ def test_window_off_and_back(name) -> None:
     assert twin_info(off).max_tokens == WINDOW
     assert all(window is None or window > 100 for window in info(off).windows)
     back = window_on(off, WINDOW)
-    assert torch.equal(last(off).logits, last(model).logits)
-    assert torch.equal(last(back).logits, last(model).logits)
+    assert torch.equal(last(off).logits, last_of(name).logits)
+    assert torch.equal(last(back).logits, last_of(name).logits)
     longer = WINDOW + 6
     assert compare(last(off, longer).logits, last(model, longer).logits).rel_l2 > 1e-3, "beyond the window"
     assert off_rows(off, longer) == longer > min(off_rows(model, longer), WINDOW)

@@ -1,12 +1,17 @@
-"""`mechkv heads`: drift by head, group, rotary frequency, and twins of the model that compute the same function."""
+"""`mechkv heads`: drift by head, group, dimension, rotary frequency, and twins that compute the same function."""
 
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_LONG, _SHOWN = 60, 3
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,6 @@ class Heads:
 
     def run(self) -> int:
         """Analyse and print."""
-        from mechkv import terminal
         from mechkv.heads import HeadConfig, head_analysis
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
@@ -56,6 +60,8 @@ class Heads:
             "concentration": analysis.concentration(),
             "sharing": analysis.sharing(),
             "attention": analysis.attention(),
+            "by_dimension": analysis.by_dimension(),
+            "by_frequency": analysis.by_frequency(),
         }
         figures = analysis.plot()
         if self.out is not None:
@@ -76,7 +82,7 @@ class Heads:
             print(json.dumps({name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}, indent=1))
             return 0
         for name, table in tables.items():
-            print(f"{name}\n{terminal.table(table, len(texts))}\n")
+            print(f"{_shortened(name, table, len(texts))}\n")
         return 0
 
     def _study(self, model, texts: list[str]):
@@ -90,3 +96,15 @@ class Heads:
             TwinConfig(n_steps=self.steps),
             folder=None if self.out is None else self.out / "twin_run",
         )
+
+
+def _shortened(name: str, table: "pd.DataFrame", n_prompts: int) -> str:
+    """A table as text; of a long one the largest drift of every dtype and site."""
+    from mechkv import terminal
+
+    shown, note = table, ""
+    if len(table) > _LONG:
+        first = table.sort_values("estimate", ascending=False, kind="stable").groupby(["dtype", "site"], observed=True)
+        shown = first.head(_SHOWN).sort_index()
+        note = f", the {_SHOWN} largest of each dtype and site; all {len(table)} rows with --json"
+    return f"{name}{note}\n{terminal.table(shown, n_prompts)}"
