@@ -49,7 +49,7 @@ class Config:
         accumulators: Dtypes in which sums are emulated; a layer has each as the dtype of its data too, with sums in
             that dtype, in float32, and in the machine's own kernels.
         seeds: Seeds of the sweeps.
-        tiny_models: Sweep tiny random models as well (minutes).
+        tiny_models: Sweep tiny random models as well, over the same axes (under a minute).
     """
 
     model: str = "smollm2-135m"
@@ -71,7 +71,7 @@ class Config:
 
 PRESETS: dict[str, Config] = {
     "quick": Config(),
-    "full": Config(window_model="gemma3-270m", n_prompts=8, n_steps=8, seeds=(0, 1, 2, 3, 4)),
+    "full": Config(window_model="gemma3-270m", n_prompts=8, n_steps=8, seeds=(0, 1, 2, 3, 4), tiny_models=True),
     "paper": Config(
         window_model="gemma3-270m",
         dtype="bfloat16",

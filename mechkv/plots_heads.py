@@ -235,7 +235,7 @@ def _sweep_legend(figure: Figure, panels: np.ndarray, laws: set[Law]) -> None:
     for law, (label, dash) in _LAWS.items():
         if law in laws:
             found[label] = Line2D([], [], color="0.4", linewidth=0.7, linestyle=dash)
-    figure.legend(found.values(), found, loc="outside lower center", ncols=min(panels.shape[1], 3))
+    figure.legend(found.values(), found, loc="outside lower center", ncols=min(max(panels.shape[1], 2), 3))
 
 
 def _sweep_looks(part: pd.DataFrame, split: str) -> _Looks:
