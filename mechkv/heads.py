@@ -5,8 +5,7 @@ and with the same weights in float32 on the same tokens. `HeadAnalysis` holds th
 
     concentration   the fewest heads (or dimensions) that hold half of the squared drift, beside the fewest that hold
                     half of the squared signal, and how far prompts agree on which they are
-    by_dimension    sqrt(sum of squared drift / sum of squares) per dimension of a head, K before and after rotation
-    by_frequency    the same per rotary pair
+    by_dimension    sqrt(sum of squared drift / sum of squares) per dimension of a head, and (by_frequency) rotary pair
     sharing         cosine of head-output drift within and between groups, and the correlation over steps of the
                     logarithm of its size
 

@@ -253,8 +253,8 @@ def test_long_tables_are_shortened_to_the_largest() -> None:
     from mechkv.commands.heads import _shortened
 
     rows = [{"dtype": "float16", "site": site, "dim": i, "estimate": (i * 7) % 40} for site in "kv" for i in range(40)]
-    text = _shortened("by_dimension", pd.DataFrame(rows))
+    text = _shortened("by_dimension", pd.DataFrame(rows), 4)
     assert text.startswith("by_dimension, the 3 largest of each dtype and site; all 80 rows with --json")
     shown = [line.split()[1:] for line in text.splitlines()[2:]]
     assert shown == [[site, *row] for site in "kv" for row in (["11", "37"], ["17", "39"], ["34", "38"])]
-    assert _shortened("t", pd.DataFrame(rows[:40])).count("\n") == 41, "a short one is whole"
+    assert _shortened("t", pd.DataFrame(rows[:40]), 4).count("\n") == 41, "a short one is whole"
