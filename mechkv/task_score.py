@@ -3,7 +3,8 @@
 A problem is solved when `prompts.final_number` of the generated text (its rule is written there) equals the problem's
 number. Outcomes are paired: the same problem, the same draws, both paths. Per condition (strategy, dtype, model): the
 2 x 2 table, b = only the cached path right, c = only the recomputed one; exact McNemar test on b and c; the accuracy
-difference (b - c) / n with a bootstrap interval that resamples problems; and the smallest difference that the test
+difference (b - c) / n with a bootstrap interval that resamples problems, kept within the Clopper-Pearson bound of the
+discordant share, which no difference exceeds; and the smallest difference that the test
 would find with 80 % power at this n and this share of discordant pairs. Over conditions: the sign test, whose
 conditions share problems and are therefore not independent: its p-value is too small rather than too large.
 
@@ -110,11 +111,11 @@ def _paired(name: str, part: pd.DataFrame, power: float, seed: int) -> dict[str,
     b, c, n = int((cached & ~recomputed).sum()), int((~cached & recomputed).sum()), len(part)
     test = mcnemar_exact(b, c)
     gap = part.assign(gap=cached.astype(float) - recomputed.astype(float))
-    row = cluster_bootstrap(gap, "gap", cluster="problem", support=(-1.0, 1.0), seed=seed).iloc[0]
-    low, high = float(row["low"]), float(row["high"])
+    # A difference is never larger than the discordant share, whose bound holds where few or no pairs are discordant and
+    # resampling knows little or nothing of the spread.
     upper = proportion_interval(b + c, n).high
-    if b + c == 0:  # resampling knows no spread: the discordant share is bounded instead
-        low, high = -upper, upper
+    row = cluster_bootstrap(gap, "gap", cluster="problem", support=(-upper, upper), seed=seed).iloc[0]
+    low, high = (float(row["low"]), float(row["high"])) if b + c else (-upper, upper)
     return {
         "condition": name,
         "n": n,

@@ -10,6 +10,7 @@ from statsmodels.stats.contingency_tables import mcnemar
 
 from mechkv.errors import InputError
 from mechkv.prompts import Problem
+from mechkv.stats import proportion_interval
 from mechkv.task_score import outcomes, problems_from, task_score
 
 
@@ -103,3 +104,11 @@ def test_problems_come_from_the_package_a_file_or_the_hub(tmp_path, monkeypatch)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
     with pytest.raises(InputError, match="no route"):
         problems_from("openai/gsm8k")
+
+
+def test_one_discordant_pair_leaves_no_wild_interval():
+    """The difference is at most the discordant share: 1 of 100, at most 5.4 % by Clopper and Pearson."""
+    rows = [{"condition": "x", "problem": i, "cached": i < 4, "recomputed": i < 3} for i in range(100)]
+    row = task_score(pd.DataFrame(rows)).table.iloc[0]
+    bound = proportion_interval(1, 100).high
+    assert -bound <= row["low"] <= row["difference"] == 0.01 <= row["high"] <= bound < 0.055
