@@ -94,12 +94,17 @@ def main(settings: Reproduce) -> Path:
     manifest = provenance.collect() | {
         "preset": settings.preset,
         "settings": {name: _plain(config) for name, config in configs.items()},
-        "models": {name: outcome.provenance.get("models", {}) for name, outcome in outcomes.items()},
+        "models": {name: _models(outcome.provenance) for name, outcome in outcomes.items()},
     }
     write_json(folder / "manifest.json", manifest)
     claims = ClaimsTable([finding for outcome in outcomes.values() for finding in outcome.findings])
     claims_json(claims, folder / "claims.json")
     return _write_report(folder, outcomes, claims, manifest, settings)
+
+
+def _models(where: dict[str, Any]) -> dict[str, Any]:
+    """Models by name or dtype, whether a result was measured on several or on one."""
+    return where.get("models") or ({where["model"]["dtype"]: where["model"]} if "model" in where else {})
 
 
 def _chosen(settings: Reproduce) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import weakref
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -20,8 +21,17 @@ from transformer_lens.model_bridge import TransformerBridge
 from mechkv.models import info
 
 _PACKAGES = ("mechkv", "torch", "transformers", "transformer-lens", "numpy", "scipy", "pandas")
-_HASHES: "weakref.WeakKeyDictionary[nn.Module, tuple[list[int], str]]" = weakref.WeakKeyDictionary()
-"""Model -> what its parameters were (a count of changes in place each) and their hash."""
+_ENVIRONMENT = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "MKL_CBWR",
+    "ONEDNN_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "OPENBLAS_CORETYPE",
+)
+_HASHES: "weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], str]]" = weakref.WeakKeyDictionary()
+"""Model -> what its parameters were (changes in place, address, dtype, device of each) and their hash."""
 
 
 def collect(model: TransformerBridge | None = None) -> dict[str, Any]:
@@ -49,13 +59,9 @@ def kernel_settings() -> dict[str, Any]:
     """The switches that decide which kernels run."""
     settings: dict[str, Any] = {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": _matmul_precision(),
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-        "environment": {
-            name: os.environ[name]
-            for name in ("CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_CORETYPE")
-            if name in os.environ
-        },
+        "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     }
     if torch.cuda.is_available():
         matmul = torch.backends.cuda.matmul
@@ -63,12 +69,32 @@ def kernel_settings() -> dict[str, Any]:
             "device": torch.cuda.get_device_name(),
             "capability": list(torch.cuda.get_device_capability()),
             "runtime": torch.version.cuda,
-            "tf32_matmul": matmul.allow_tf32,
-            "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+            "tf32_matmul": _told(lambda: matmul.allow_tf32),
+            "tf32_cudnn": _told(lambda: torch.backends.cudnn.allow_tf32),
             "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
             "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
         }
     return settings
+
+
+def _matmul_precision() -> Any:
+    """What the older switch says, or the newer ones where the process uses those: torch refuses to mix them."""
+    newer = {
+        name: getattr(backend, "fp32_precision", None)
+        for name, backend in {
+            "all": torch.backends,
+            "gpu": torch.backends.cuda.matmul,
+            "mkldnn": getattr(torch.backends.mkldnn, "matmul", None),
+        }.items()
+    }
+    return _told(torch.get_float32_matmul_precision, newer)
+
+
+def _told(ask: Callable[[], Any], otherwise: Any = "set by fp32_precision") -> Any:
+    try:
+        return ask()
+    except RuntimeError:
+        return otherwise
 
 
 def what_decides_kernels(model: TransformerBridge) -> dict[str, Any]:
@@ -84,8 +110,8 @@ def what_decides_kernels(model: TransformerBridge) -> dict[str, Any]:
 
 def weights_sha256(model: TransformerBridge, *, again: bool = False) -> str:
     """SHA-256 over name, dtype, shape and bytes of every distinct parameter, in name order. Read once per model, after
-    every change that torch counts (not one through `.data`), and `again`: a proof that nothing changed the weights."""
-    stamp = [parameter._version for parameter in model.original_model.parameters()]
+    every change that torch counts or that moves them (not one through `.data[...]`), and `again`: a proof."""
+    stamp = [(p._version, p.data_ptr(), p.dtype, p.device) for p in model.original_model.parameters()]
     if again or model not in _HASHES or _HASHES[model][0] != stamp:
         digest = hashlib.sha256()
         for name, value in sorted(model.original_model.named_parameters()):

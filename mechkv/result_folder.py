@@ -70,12 +70,12 @@ def new_folder(folder: _Pathlike, *, replaces: str | None = None) -> Iterator[Pa
         StorageError: `folder` exists and is not empty, nor a sealed result of the kind `replaces`.
     """
     target = Path(folder).absolute()
-    taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    old = taken and replaces is not None and _kind_of(target) == replaces
+    taken = target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
+    old = taken and replaces is not None and _holds(target, replaces)
     if taken and not old:
         raise StorageError(
             f"{target} is taken",
-            got="a file" if target.is_file() else "a folder with files in it",
+            got="a folder with files in it" if target.is_dir() and not target.is_symlink() else "a file or link",
             expected="a new or empty folder",
             remedy="Save to another folder, or remove this one yourself.",
         )
@@ -85,23 +85,38 @@ def new_folder(folder: _Pathlike, *, replaces: str | None = None) -> Iterator[Pa
             part.mkdir(parents=True)
         yield part
         with explained(target, None):
-            if old:
-                os.replace(target, part.with_name(f"{part.name}.old"))
-            os.replace(part, target)
+            _take_the_place(part, target) if old else os.replace(part, target)
             sync_folder(target.parent)
     finally:
-        shutil.rmtree(part.with_name(f"{part.name}.old"), ignore_errors=True)
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _kind_of(folder: Path) -> str | None:
-    """Kind of a sealed result that holds nothing but its own files; None for any other folder."""
+def _take_the_place(part: Path, target: Path) -> None:
+    """`part` under the name `target`; whatever stops it, the old folder has its name again."""
+    old = part.with_name(f"{part.name}.old")
+    os.replace(target, old)
     try:
-        index = read_json(folder / INDEX)
-        found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-        return str(index["kind"]) if found == {INDEX, *index["files"]} else None
-    except (StorageError, KeyError, TypeError):
-        return None
+        os.replace(part, target)
+    except BaseException:
+        os.replace(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _holds(folder: Path, kind: str) -> bool:
+    """Whether this is a whole result of that kind, as it was written, and nothing else."""
+    if folder.is_symlink():
+        return False
+    try:
+        known = {INDEX, *open_folder(folder, kind, verify=True).files}
+    except StorageError:
+        return False
+    homes = {parent.as_posix() for name in known for parent in Path(name).parents}
+    found = {entry.relative_to(folder).as_posix(): entry for entry in folder.rglob("*")}
+    return all(
+        ((name in known and entry.is_file()) or (name in homes and entry.is_dir())) and not entry.is_symlink()
+        for name, entry in found.items()
+    )
 
 
 @dataclass(frozen=True)

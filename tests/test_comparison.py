@@ -255,3 +255,13 @@ def test_a_planted_difference_is_found_in_its_row_alone():
         np.count_nonzero(rows["max_abs"]) == np.count_nonzero(rows["rel_l2"]) == np.count_nonzero(rows["max_ulp"]) == 1
     )
     assert compare_rows(a, b, 2)["max_abs"].argmax() == 7
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bitwise_equal_rows_that_are_not_finite_have_no_numbers(bad):
+    rows = torch.tensor([[1.0, bad, 2.0], [1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
+    table = compare_rows(rows, rows.clone())
+    assert table["nonfinite"].tolist() == [1, 0, 0]
+    assert table["bitwise_equal"].all()
+    assert np.isnan(table["rel_l2"]).tolist() == [True, False, True]
+    assert np.isnan(table["max_abs"]).tolist() == [True, False, False]

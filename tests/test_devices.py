@@ -79,8 +79,8 @@ def test_a_planted_row_is_seen(model, device):
 
 
 def test_tokens_elsewhere_and_noise_are_refused(model, device):
-    elsewhere = "meta" if device.type == "cpu" else "cpu"
-    with pytest.raises(InputError, match=f"got {elsewhere}; expected {device.type}"):
+    elsewhere, message = ("meta", "meta device") if device.type == "cpu" else ("cpu", "got cpu; expected cuda")
+    with pytest.raises(InputError, match=message):
         record(model, FED.to(elsewhere), n_prompt=N_PROMPT, path="cached")
     noisy = model.hook_dict["blocks.0.hook_mlp_out"]
     noisy.add_hook(lambda value, hook: value + 1e-9 * torch.randn_like(value))

@@ -1,13 +1,14 @@
 """The decode loop: both paths are a plain Hugging Face loop, their drift is at the floor, and hooks come and go."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from transformer_lens.hook_points import HookPoint
 
 import mechkv
-from mechkv.cache import StateCache, blank_layers
+from mechkv.cache import KVState, StateCache, blank_layers
 from mechkv.errors import GuardError, InputError
 from mechkv.guards import GuardLog
 from mechkv.paths import PathRunner, decode, lockstep
@@ -227,7 +228,7 @@ def test_values_are_detached_clones_even_under_grad_and_inference_mode(shared_br
         ([1, 2], "got list"),
         (torch.tensor([3, VOCABULARY]), f"ids 3..{VOCABULARY}; expected 0..{VOCABULARY - 1}"),
         (torch.tensor([-1, 3]), "ids -1..3"),
-        (FED[:5].to("meta"), "got meta; expected cpu"),
+        (FED[:5].to("meta"), "got the meta device"),
         (tokens(129), "129 tokens; expected at most 128"),
     ],
 )
@@ -294,3 +295,28 @@ def test_lockstep_refuses_paths_that_differ_on_the_prompt():
     model.hook_dict["blocks.2.hook_mlp_out"].add_hook(nudge)
     with pytest.raises(GuardError, match=r"differ on the prompt.*difference at step 0 in logits"):
         next(lockstep(model, FED[:5], policy=Greedy(), n_steps=1))
+
+
+def test_a_state_of_equal_length_is_not_taken_for_the_last_one(shared_bridge):
+    """The runner goes on from its last cache only when it is given that very state."""
+    llama = shared_bridge("llama-gqa")
+    with PathRunner(llama, "cached") as runner:
+        first = runner.step(FED[:6], KVState.empty(6), 0)
+        other = runner.step(FED[1:7], KVState.empty(6), 0)
+        after = runner.step(torch.cat([FED[:6], FED[6:7]]), first.kv, 1)
+    with PathRunner(llama, "cached") as fresh:
+        expected = fresh.step(FED[:7], first.kv, 1)
+    assert torch.equal(after.logits, expected.logits)
+    assert not torch.equal(other.kv.keys[1], first.kv.keys[1])
+
+
+def test_a_run_goes_on_from_the_step_that_is_sent_back(shared_bridge):
+    llama = shared_bridge("llama-gqa")
+    run = decode(llama, FED[:6], path="cached", policy=Forced(FED.tolist()), n_steps=2)
+    step = next(run)
+    changed = KVState(tuple(k + 1 for k in step.kv.keys), step.kv.values, 6, 6)
+    sent = run.send(replace(step, kv=changed))
+    with PathRunner(llama, "cached") as fresh:
+        assert torch.equal(sent.logits, fresh.step(FED[:7], changed, 1).logits)
+        assert not torch.equal(sent.logits, fresh.step(FED[:7], step.kv, 1).logits)
+    run.close()

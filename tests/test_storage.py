@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -254,3 +255,62 @@ def test_new_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(StorageError, match="is taken"), result_folder.new_folder(tmp_path / "a"):
         pass
     assert names(tmp_path / "a") == ["x.json"]
+
+
+# ------------------------------------------------------------------------------------------------------ sealed folders
+
+
+def save(folder: Path, text: str) -> None:
+    with result_folder.sealed_folder(folder, "notes") as part:
+        (part / "a.txt").write_text(text)
+
+
+def test_a_result_takes_the_place_of_its_own_kind_and_of_nothing_else(tmp_path):
+    save(tmp_path / "one", "first")
+    save(tmp_path / "one", "second")
+    assert (tmp_path / "one" / "a.txt").read_text() == "second"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["one"]
+
+    def edited(place):
+        (place / "a.txt").write_text("my own notes")
+
+    def more(place):
+        (place / "thesis.tex").write_text("years of work")
+
+    def folder(place):
+        (place / "drafts").mkdir()
+
+    def link(place):
+        (place / "elsewhere").symlink_to(tmp_path)
+
+    def forged(place):
+        (place / result_folder.INDEX).write_text('{"kind": "notes", "files": ["a.txt"]}')
+
+    for number, spoil in enumerate((edited, more, folder, link, forged)):
+        place = tmp_path / f"spoiled-{number}"
+        save(place, "first")
+        spoil(place)
+        before = sorted(place.rglob("*"))
+        with pytest.raises(StorageError, match="is taken"):
+            save(place, "second")
+        assert sorted(place.rglob("*")) == before
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    with pytest.raises(StorageError, match="is taken"):
+        save(tmp_path / "link", "third")
+
+
+def test_a_failure_while_names_change_leaves_the_old_result(tmp_path, monkeypatch):
+    save(tmp_path / "one", "first")
+    real, calls = os.replace, []
+
+    def fails_second(source, target):
+        calls.append(Path(target).name)
+        if calls[-1] == "one" and len([name for name in calls if name == "one"]) == 1:
+            raise OSError(39, "not empty")
+        real(source, target)
+
+    monkeypatch.setattr(result_folder.os, "replace", fails_second)
+    with pytest.raises(StorageError):
+        save(tmp_path / "one", "second")
+    assert (tmp_path / "one" / "a.txt").read_text() == "first"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["one"]
