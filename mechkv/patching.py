@@ -98,7 +98,10 @@ class SweepConfig:
         require(set(self.targets) <= set(TARGETS), "targets", got=self.targets, expected=tuple(TARGETS))
         require(set(self.placebos) <= set(PLACEBOS), "placebos", got=self.placebos, expected=PLACEBOS)
         require(self.n_steps >= 1, "n_steps", got=self.n_steps, expected="1 or more", remedy="Step 0 cannot drift.")
-        require(self.every >= 1 and self.later >= 0, "every, later", got=(self.every, self.later), expected=">= 1, 0")
+        require(
+            self.every >= 1, "every so many layers", got=self.every, expected="1 or more", remedy="1 takes them all."
+        )
+        require(self.later >= 0, "later", got=self.later, expected="0 or more", remedy="0 follows no later step.")
         require(
             self.into == "cached" or self.later == 0,
             "later steps of the recomputed path",
