@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mechkv.configs import check_kinds
 from mechkv.errors import InputError
 from mechkv.stats import torch_rng
 
@@ -95,6 +96,7 @@ class Strategy:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if self.temperature is None:
             wrong = self.top_k is not None or self.top_p is not None
         else:

@@ -11,6 +11,8 @@ import torch
 import mechkv
 from mechkv import drift, models, storage
 from mechkv.errors import InputError, ModelError, StorageError
+from mechkv.factorial import FactorialConfig, causal_factorial
+from mechkv.patching import SweepConfig
 from mechkv.prompts import chat_prompt, format_prompt, sample, word_problems
 from mechkv.runs import RunFolder
 from mechkv.sites import resolve
@@ -167,3 +169,29 @@ def test_a_folder_below_a_file_is_refused_in_our_words(tmp_path) -> None:
         with pytest.raises(StorageError, match="cannot be used"):
             call()
     assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mechkv.Strategy(temperature="x"), "temperature: got 'x'"),
+        (lambda: mechkv.TokenDivergenceConfig(strategies=("x",)), "strategies"),
+        (lambda: mechkv.TokenDivergenceConfig(strategies=mechkv.Strategy()), r"Write \(Strategy"),
+        (lambda: mechkv.TokenDivergenceConfig(coupling="gumbell"), "expected one of 'uniform', 'gumbel'"),
+        (lambda: mechkv.TokenDivergenceConfig(stop_at_eos="no"), "stop_at_eos"),
+        (lambda: SweepConfig(at=0), "at: got 0"),
+        (lambda: SweepConfig(doses=("x",)), "doses"),
+        (lambda: SweepConfig(n_steps=0), "n_steps: got 0; expected 1 or more"),
+        (lambda: FactorialConfig(n_steps=1.5), "n_steps: got 1.5; expected a whole number"),
+    ],
+)
+def test_slips_in_settings_are_named_where_they_are_made(make, message) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_the_settings_of_another_analysis_are_refused(model) -> None:
+    with pytest.raises(InputError, match="got dict; expected a FactorialConfig"):
+        causal_factorial(model, [torch.tensor([1, 2, 3])], {"n_steps": 3})
+    with pytest.raises(InputError, match="got FactorialConfig; expected a DriftConfig"):
+        mechkv.drift_profile(model, [torch.tensor([1, 2, 3])], FactorialConfig())
