@@ -97,9 +97,9 @@ def _take_the_place(part: Path, target: Path) -> None:
     os.replace(target, old)
     try:
         os.replace(part, target)
-    except BaseException:
-        os.replace(old, target)
-        raise
+    finally:
+        if not target.exists():
+            os.replace(old, target)
     shutil.rmtree(old, ignore_errors=True)
 
 
