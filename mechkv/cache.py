@@ -89,16 +89,14 @@ class StateCache(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Append rows, let the edit change what attention reads, store what the window keeps."""
-        if self.layers and layer_idx < len(self.layers):
-            held = self.layers[layer_idx]
-            stored = held.keys if held.is_initialized else None
-            if stored is not None and stored.numel() and stored.dtype != key_states.dtype:
-                raise GuardError(
-                    f"the cache of layer {layer_idx} does not have the model's dtype",
-                    got=f"cache rows in {stored.dtype}, new rows in {key_states.dtype}",
-                    expected="one dtype",
-                    remedy="Make the cache from a run of this model, or cast the model and the cache alike.",
-                )
+        stored = self.layers[layer_idx].keys if layer_idx < len(self.layers) else None
+        if stored is not None and stored.dtype != key_states.dtype and stored.numel():
+            raise GuardError(
+                f"the cache of layer {layer_idx} does not have the model's dtype",
+                got=f"cache rows in {stored.dtype}, new rows in {key_states.dtype}",
+                expected="one dtype",
+                remedy="Make the cache from a run of this model, or cast the model and the cache alike.",
+            )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.visible[layer_idx] = keys.shape[-2]
         if self._edit is None:
@@ -115,8 +113,8 @@ class StateCache(DynamicCache):
 
     def state(self, n_tokens: int) -> KVState:
         """The state after the pass, `n_tokens` tokens in all."""
-        missing = [index for index, layer in enumerate(self.layers) if not layer.is_initialized]
-        if missing or not self.layers:
+        if not self.layers or not all(layer.is_initialized for layer in self.layers):
+            missing = [index for index, layer in enumerate(self.layers) if not layer.is_initialized]
             raise CacheError(
                 "the model did not write to its KV cache",
                 got=f"nothing written in layers {missing or 'all'}",

@@ -179,26 +179,40 @@ def ulp_distance(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Int[Tens
 def _compare_core(a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """All row metrics of two [row, n] tensors, on the CPU. Undefined metrics are NaN; `max_ulp` then means nothing.
 
-    The drift profile calls this at every step, mostly on rows that are bitwise equal: those are not taken to float64.
+    The drift profile calls this at every step, often on rows that are bitwise equal: those are not taken to float64.
     Rows are taken a few at a time, so that float64 copies do not grow with the tensors.
     """
     step = max(1, _ELEMENTS_AT_ONCE // max(1, a.shape[1]))
-    parts = [_compare_some(a[i : i + step], b[i : i + step]) for i in range(0, a.shape[0], step)]
-    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _compare_some(a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    different = (a.view(_INTEGER_VIEW[a.dtype]) != b.view(_INTEGER_VIEW[b.dtype])).sum(-1, dtype=torch.int32)
-    largest = b.abs().amax(-1)
-    plain = (different == 0) & largest.isfinite()
-    if not bool(plain.any()):
-        return _measure_rows(a, b, different)
+    different, crossing, largest = _compare_bits(a, b, step)
+    rest = ((different > 0) | ~largest.isfinite()).nonzero()[:, 0]
+    if len(rest) == a.shape[0]:
+        return _measure_rows(a, b, different, crossing, largest, step)
     table = _equal_rows(largest)
-    if not bool(plain.all()):
-        rest, at = _measure_rows(a[~plain], b[~plain], different[~plain]), (~plain).cpu()
-        for name, values in rest.items():
-            table[name][at] = values
+    if len(rest):
+        measured = _measure_rows(a[rest], b[rest], different[rest], crossing[rest], largest[rest], step)
+        for name, values in measured.items():
+            table[name][rest.cpu()] = values
     return table
+
+
+def _compare_bits(a: Tensor, b: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: elements with different bits, whether any has another sign, the largest absolute value in `b`.
+
+    Comparisons that give integers and in-place operations are several times faster than those that give truth values.
+    """
+    parts = []
+    for i in range(0, a.shape[0], step):
+        bits_a, bits_b = (value[i : i + step].view(_INTEGER_VIEW[value.dtype]) for value in (a, b))
+        xor = bits_a ^ bits_b
+        crossing = xor.amin(-1) < 0
+        parts.append((xor.ne_(0).sum(-1, dtype=torch.int32), crossing, _largest(b[i : i + step])))
+    different, crossing, largest = (torch.cat(part) for part in zip(*parts, strict=True))
+    return different, crossing, largest
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Largest absolute value of each row, NaN where it holds one; no copy of the rows is made."""
+    return torch.maximum(rows.amax(-1), -rows.amin(-1))
 
 
 def _equal_rows(largest: Tensor) -> dict[str, Tensor]:
@@ -210,20 +224,31 @@ def _equal_rows(largest: Tensor) -> dict[str, Tensor]:
     return table | {name: none.clone() for name in ("nonfinite", "nonfinite_a", "nonfinite_b")}
 
 
-def _measure_rows(a: Tensor, b: Tensor, different: Tensor) -> dict[str, Tensor]:
-    """`_compare_core` for any rows; slow kernels (`where`, infinity norms) are avoided."""
-    n = a.shape[1]
-    max_ulp = _ulp_distance(_bits(a), _bits(b), a.dtype).amax(-1).to(torch.int64)
-    x, y, scale = _float64_rows(a, b)
-    d = x - y
-    norm_a, norm_b, norm_d = (torch.linalg.vector_norm(v, dim=-1) for v in (x, y, d))
-    max_d, max_b = d.abs().amax(-1), y.abs().amax(-1)
-    gap = (2.0 * torch.linalg.vecdot(d, y) + norm_d.square()) / (norm_a + norm_b)
+def _measure_rows(
+    a: Tensor, b: Tensor, different: Tensor, crossing: Tensor, largest: Tensor, step: int
+) -> dict[str, Tensor]:
+    """`_compare_core` for any rows, given what `_compare_bits` found. Every operation on whole rows writes into the
+    same room: new memory costs more than arithmetic."""
+    n_rows, n = a.shape
+    room = torch.empty(4, min(step, n_rows), n, dtype=torch.float64, device=a.device)
+    sums, ulps, scales = [], [], []
+    for i in range(0, n_rows, step):
+        some_a, some_b = a[i : i + step], b[i : i + step]
+        x, y, d, product = room[:, : some_a.shape[0]].unbind()
+        scales.append(_to_float64(some_a, some_b, x, y))
+        torch.sub(x, y, out=d)
+        norms = [torch.linalg.vector_norm(v, dim=-1) for v in (x, y, d)]
+        sums.append(torch.stack([*norms, _largest(d), torch.mul(d, y, out=product).sum(-1), d.sum(-1)]))
+        ulps.append(_max_ulp(some_a, some_b, crossing[i : i + step]))
+    norm_a, norm_b, norm_d, max_d, dot, sum_d = torch.cat(sums, -1).unbind()
+    scale = torch.cat(scales)
+    gap = (2.0 * dot + norm_d.square()) / (norm_a + norm_b)
     cosine = (norm_d.square() - gap.square()).clamp_min(0.0) / (2.0 * norm_a * norm_b)
-    columns = [max_d * scale, norm_d / norm_b, max_d / max_b, cosine, d.mean(-1) * scale, norm_d / math.sqrt(n) * scale]
+    columns = [max_d * scale, norm_d / norm_b, max_d / (largest.double() / scale), cosine]
+    columns += [sum_d / n * scale, norm_d / math.sqrt(n) * scale]
     # One transfer from the device for the floats, one for the integers.
     floats = torch.stack([*columns, norm_a, norm_b]).cpu()
-    counts = torch.stack([different.to(torch.int64), max_ulp]).cpu()
+    counts = torch.stack([different.to(torch.int64), torch.cat(ulps)]).cpu()
     finite = floats[-2:].isfinite().all(0)
     bad_a, bad_b, bad = _count_nonfinite(a, b, finite)
     defined = finite.expand(len(columns), -1).clone()
@@ -235,13 +260,17 @@ def _measure_rows(a: Tensor, b: Tensor, different: Tensor) -> dict[str, Tensor]:
     return table | {"nonfinite": bad, "nonfinite_a": bad_a, "nonfinite_b": bad_b}
 
 
-def _float64_rows(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Both tensors in float64, and what they were divided by: 1, but a power of two for each row of float64 input."""
+def _to_float64(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Both tensors in float64 into `x` and `y`; what each row was divided by: 1, but a power of two for float64."""
     if a.dtype != torch.float64:
         # Two steps are faster than one from the 16-bit dtypes, and as exact.
-        return a.float().double(), b.float().double(), 1.0
+        x.copy_(a.float())
+        y.copy_(b.float())
+        return x.new_ones(x.shape[0])
     scale = _row_scale(a, b)
-    return a / scale, b / scale, scale.squeeze(-1)
+    torch.div(a, scale, out=x)
+    torch.div(b, scale, out=y)
+    return scale.squeeze(-1)
 
 
 def _row_scale(x: Tensor, y: Tensor) -> Tensor:
@@ -265,6 +294,22 @@ def _bits(values: Tensor) -> Tensor:
     """Bit patterns as signed integers: int32 (sign-extended for 16-bit floats), int64 for float64."""
     bits = values.view(_INTEGER_VIEW[values.dtype])
     return bits.to(torch.int32) if bits.dtype == torch.int16 else bits
+
+
+def _max_ulp(a: Tensor, b: Tensor, crossing: Tensor) -> Tensor:
+    """Largest ULP distance of each row, int64, without regard to NaN; `crossing`: rows where some sign changes.
+
+    Where signs agree it is the difference of the bit patterns, which cannot overflow; the few other elements go the
+    general way.
+    """
+    bits_a, bits_b = (value.view(_INTEGER_VIEW[value.dtype]) for value in (a, b))
+    distance = (bits_a - bits_b).abs_()
+    if not bool(crossing.any()):
+        return distance.amax(-1).to(torch.int64)
+    row, column = ((bits_a ^ bits_b) < 0).nonzero(as_tuple=True)
+    distance[row, column] = 0
+    far = _ulp_distance(_bits(a[row, column]), _bits(b[row, column]), a.dtype).to(torch.int64)
+    return distance.amax(-1).to(torch.int64).scatter_reduce(0, row, far, "amax")
 
 
 def _ulp_distance(bits_a: Tensor, bits_b: Tensor, dtype: torch.dtype) -> Tensor:

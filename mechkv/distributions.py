@@ -167,7 +167,9 @@ def compare_logit_rows(z_a: Float[Tensor, "..."], z_b: Float[Tensor, "..."]) -> 
     x, y = _checked_logits(z_a, z_b)
     if x.ndim != 2:
         raise InputError("logits", got=f"{x.ndim} axes", expected="[step, d_vocab]", remedy="Reshape to rows.")
-    nonfinite = (~(x.isfinite() & y.isfinite())).sum(-1)
+    nonfinite = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    if not bool(torch.stack([end for z in (x, y) for end in (z.amax(-1), z.amin(-1))]).isfinite().all()):
+        nonfinite = (~(x.isfinite() & y.isfinite())).sum(-1)
     bad = nonfinite > 0
     if bool(bad.any()):
         x, y = (torch.where(bad[:, None], 0.0, z) for z in (x, y))
@@ -181,7 +183,7 @@ def compare_logit_rows(z_a: Float[Tensor, "..."], z_b: Float[Tensor, "..."]) -> 
 def _rank_metrics(x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Top tokens, margins, overlaps and near ties of float64 rows, from one partial sort of each side."""
     d_vocab = x.shape[-1]
-    head_x, head_y = (z.topk(min(10, d_vocab), dim=-1) for z in (x, y))
+    head_x, head_y = (z.topk(min(11, d_vocab), dim=-1) for z in (x, y))
     margin_a, margin_b = (head.values[..., 0] - head.values[..., 1] for head in (head_x, head_y))
     top_a, top_b = head_x.indices[..., 0], head_y.indices[..., 0]
     tie_a, tie_b = margin_a == 0, margin_b == 0
@@ -191,7 +193,10 @@ def _rank_metrics(x: Tensor, y: Tensor) -> dict[str, Tensor]:
     table |= {"margin_a": margin_a, "margin_b": margin_b}
     for k in (5, 10):
         overlap = torch.full_like(margin_a, math.nan)
-        if k <= d_vocab:
+        if k < d_vocab and not any(bool((h.values[..., k - 1] == h.values[..., k]).any()) for h in (head_x, head_y)):
+            same = head_x.indices[..., :k, None] == head_y.indices[..., None, :k]
+            overlap = same.sum((-2, -1)).to(torch.float64) / k
+        elif k <= d_vocab:  # a tie at the k-th place: which tokens belong to the set?
             in_x, in_y = (_top_k_mask(z, head.values[..., k - 1 : k], k) for z, head in ((x, head_x), (y, head_y)))
             overlap = (in_x & in_y).sum(-1).to(torch.float64) / k
         table[f"top{k}_overlap"] = overlap
@@ -202,28 +207,37 @@ def _rank_metrics(x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 def _divergences(z_a: Tensor, z_b: Tensor) -> dict[str, Tensor]:
-    """KL, JS and TV of float64 logits [..., d_vocab] by the non-negative forms of the module docstring."""
+    """KL, JS and TV of float64 logits [..., d_vocab] by the non-negative forms of the module docstring.
+
+    Written in place where a value is not needed again: a vocabulary of float64 is large, and new memory costs more
+    than arithmetic.
+    """
     dz = z_a - z_b
-    max_abs_dz = dz.abs().amax(-1)
+    max_abs_dz = torch.maximum(dz.amax(-1), -dz.amin(-1))
     lse_a, lse_b = torch.logsumexp(z_a, -1, keepdim=True), torch.logsumexp(z_b, -1, keepdim=True)
-    p, q = torch.exp(z_a - lse_a), torch.exp(z_b - lse_b)
-    clamped = dz.clamp(-_SMALL_SHIFT, _SMALL_SHIFT)
-    small_shift = torch.log1p(torch.linalg.vecdot(q, torch.expm1(clamped))).unsqueeze(-1)
+    q = (z_b - lse_b).exp_()
+    m = (z_a - lse_a).exp_().add_(q).div_(2.0)
+    work = torch.clamp(dz, -_SMALL_SHIFT, _SMALL_SHIFT).expm1_()
+    small_shift = torch.log1p(q.mul_(work).sum(-1)).unsqueeze(-1)
     shift = torch.where(max_abs_dz.unsqueeze(-1) <= _SMALL_SHIFT, small_shift, lse_a - lse_b)
-    log_ratio = dz - shift
-    m, t = (p + q) / 2.0, torch.tanh(log_ratio / 2.0)
-    even = t * log_ratio
+    log_ratio = dz.sub_(shift)
+    t = torch.div(log_ratio, 2.0, out=work).tanh_()
+    terms = torch.mul(t, log_ratio, out=q).add_(_odd_part(log_ratio, t)).clamp_min_(0.0)
+    kl = terms.mul_(m).sum(-1)
+    tv = torch.abs(t, out=terms).mul_(m).sum(-1)
+    bounded = log_ratio.clamp_(-_SATURATED, _SATURATED)
+    entropy = t.mul_(bounded).sub_(bounded.div_(4.0).sinh_().square_().mul_(2.0).log1p_(), alpha=2.0)
+    return {"kl": kl, "js": entropy.clamp_min_(0.0).mul_(m).sum(-1) / 2.0, "tv": tv, "max_abs_dz": max_abs_dz}
+
+
+def _odd_part(log_ratio: Tensor, t: Tensor) -> Tensor:
+    """D - 2 tanh(D / 2), from its series where that cancels."""
     square = log_ratio.square()
-    series = log_ratio * square * (1.0 / 12.0 - square * (1.0 / 120.0 - square * (17.0 / 20160.0)))
-    odd = torch.where(log_ratio.abs() < _SERIES_BELOW, series, log_ratio - 2.0 * t)
-    bounded = log_ratio.clamp(-_SATURATED, _SATURATED)
-    entropy = bounded * t - 2.0 * torch.log1p(2.0 * torch.sinh(bounded / 4.0).square())
-    return {
-        "kl": torch.linalg.vecdot(m, (even + odd).clamp_min(0.0)),
-        "js": torch.linalg.vecdot(m, entropy.clamp_min(0.0)) / 2.0,
-        "tv": torch.linalg.vecdot(m, t.abs()),
-        "max_abs_dz": max_abs_dz,
-    }
+    series = square * -(17.0 / 20160.0)
+    series.add_(1.0 / 120.0).mul_(square).neg_().add_(1.0 / 12.0).mul_(square).mul_(log_ratio)
+    if bool(torch.maximum(log_ratio.amax(), -log_ratio.amin()) < _SERIES_BELOW):
+        return series
+    return torch.where(log_ratio.abs() < _SERIES_BELOW, series, log_ratio - 2.0 * t)
 
 
 def _top_token(z: Tensor) -> Tensor:

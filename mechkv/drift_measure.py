@@ -216,7 +216,7 @@ class _Table:
 
 def _put_step(table: _Table, cached: Step, recomputed: Step, sites: Sequence[str]) -> None:
     """Drift of one step at the newest position, and of the KV state."""
-    last = [torch.stack([value[-1] for site in sites for value in s.activations[site]]) for s in (cached, recomputed)]
+    last = [_last_rows([value for site in sites for value in s.activations[site]]) for s in (cached, recomputed)]
     n_layers = len(cached.activations[sites[0]])
     places = [(site, layer) for site in sites for layer in range(n_layers)]
     table.put(cached, "activation", places, compare_rows(last[0], last[1]), n=last[0].shape[1])
@@ -224,6 +224,10 @@ def _put_step(table: _Table, cached: Step, recomputed: Step, sites: Sequence[str
     table.put(cached, "activation", [("logits", n_layers)], logits, n=cached.logits.numel())
     for layers in _alike(cached.kv):
         _put_kv(table, cached, recomputed, layers)
+
+
+def _last_rows(values: Sequence[Float[Tensor, "pos d_model"]]) -> Float[Tensor, "value d_model"]:
+    return torch.cat([value if len(value) == 1 else value[-1:] for value in values])
 
 
 def _alike(kv: KVState) -> list[list[int]]:
@@ -291,7 +295,7 @@ def _split_rows(model: TransformerBridge, cached: Step, recomputed: Step, log: G
         mixed = runner.step(cached.tokens, cached.kv_before, cached.index).activations["resid_post"]
     ours, theirs = (_site(model, step, "resid_post", log) for step in (cached, recomputed))
     size = ours[0][-1].numel()
-    stacks = [torch.stack([value[-1] for value in values]) for values in (mixed, ours, theirs)]
+    stacks = [_last_rows(values) for values in (mixed, ours, theirs)]
     norms = torch.linalg.vector_norm(stacks[2].double(), dim=-1).cpu().numpy() / np.sqrt(size)
     parts = {
         "injected": compare_rows(stacks[0], stacks[2])["rms"] / norms,

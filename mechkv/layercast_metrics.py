@@ -10,7 +10,9 @@ A run is one way of computing the same thing (a path, a dtype, a thread count, a
 - Std@Acc: standard deviation over runs of the accuracy.
 
 Conventions: sample standard deviations (n - 1), in float64; two runs give |a - b| / sqrt 2. Problems are averaged with
-equal weight.
+equal weight. The published code of the paper (nanomaoli/llm_reproducibility) stores log-probabilities and scores
+answers, and holds none of the four metrics: what the text leaves open (n - 1, whether the position of Div_Index itself
+counts) is our reading, so compare values of one implementation only.
 Control: copies of one run give Std 0 everywhere and no divergence.
 """
 

@@ -6,10 +6,10 @@ Step 0 is the same work on both paths. Both keep one row of logits (`logits_to_k
 
 Conventions. Batch size is 1. Tokens are `[pos]`, positions absolute. Values recorded at a site are those that the rest
 of the model sees, after interventions, for the rows of the newest tokens (`rows="new"`; the prompt at step 0, then one
-row a step), or for every row that the pass processed (`rows="all"`). The KV cache is a value (`KVState`) that goes in
-and comes out. Hooks attach once, when a `PathRunner` is entered, and write only into the step that this runner is
-doing, so several runners can take turns on one model; leaving the runner, or dropping a half-read generator, removes
-them.
+row a step), for the last row alone (`rows="last"`), or for every row that the pass processed (`rows="all"`). The KV
+cache is a value (`KVState`) that goes in and comes out. Hooks attach once, when a `PathRunner` is entered, and write
+only into the step that this runner is doing, so several runners can take turns on one model; leaving the runner, or
+dropping a half-read generator, removes them.
 
 Controls: every pass runs the cache guards (`guards.check_cache`); a non-finite logit stops the run with
 `NonFiniteError`, which names the first layer and site that is not finite.
@@ -17,7 +17,7 @@ Controls: every pass runs the cache guards (`guards.check_cache`); a non-finite 
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Int
@@ -52,6 +52,8 @@ class PathRunner:
     ) -> None:
         if path not in ("cached", "recomputed"):
             raise InputError("unknown path", got=repr(path), expected="'cached' or 'recomputed'", remedy="Name one.")
+        if rows not in get_args(RowsKept):
+            raise InputError("unknown rows", got=repr(rows), expected=get_args(RowsKept), remedy="Name one.")
         self.model, self.path, self.rows = model, path, rows
         self.log = GuardLog() if log is None else log
         self.interventions = tuple(interventions)
@@ -64,15 +66,19 @@ class PathRunner:
             raise InputError(
                 "logits cannot be patched", got="logits", expected="a site inside the model", remedy="Use 'resid_post'."
             )
+        self._limits = guards.token_limits(model)
         self._widths = resolve(model, ["pattern"])
+        self._order: dict[str, list[tuple[str, int | None]]] = {}
+        for tap in self._read:
+            self._order.setdefault(tap.key, []).append((tap.key, tap.layer))
         self._handles: list[tuple[Tap, LensHandle]] = []
         self._now: _Pass | None = None
         self._carried: tuple[KVState, StateCache] | None = None
 
     def __enter__(self) -> "PathRunner":
-        for taps, body in ((self._write, self._intervene), (self._read, self._keep), (self._widths, self._measure)):
+        for taps, hook in ((self._write, self._patcher), (self._read, self._reader), (self._widths, self._ruler)):
             for tap in taps:
-                self._handles.append((tap, tap.hook_point.add_hook(self._hook(tap, body))))
+                self._handles.append((tap, tap.hook_point.add_hook(hook(tap))))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -97,7 +103,7 @@ class PathRunner:
             InputError: Tokens of the wrong device, kind or range, or an intervention that returned the wrong shape.
         """
         n_new = len(tokens) - state.n_tokens if n_new is None else n_new
-        guards.check_tokens(self.model, tokens, n_new)
+        self._limits.check(tokens, n_new)
         guards.check_no_autocast(tokens.device, self.log)
         n_before = len(tokens) - n_new
         start_state = state if self.path == "cached" else KVState.empty(state.n_prompt)
@@ -118,7 +124,7 @@ class PathRunner:
         return self._forward(step.tokens, step.kv_before, step.index, len(step.tokens) - step.n_new)
 
     def _forward(self, tokens: Tensor, start_state: KVState, index: int, n_before: int) -> Step:
-        now = _Pass(index, start_state.n_tokens, n_before, len(tokens))
+        now = _Pass(index, start_state.n_tokens, n_before, len(tokens), self.rows)
         cache, self._carried = self._cache_of(start_state), None
         self._now = now
         try:
@@ -130,12 +136,11 @@ class PathRunner:
         after = cache.state(len(tokens))
         self._carried = (after, cache) if self.path == "cached" else None
         guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=now.edited)
-        kept_from = n_before if self.rows == "new" else start_state.n_tokens
         return Step(
             index=index,
             path=self.path,
             tokens=tokens,
-            positions=range(kept_from, len(tokens)),
+            positions=range(len(tokens) - now.n_kept, len(tokens)),
             logits=logits.clone(),
             activations=self._collect(now),
             kv_before=start_state,
@@ -151,34 +156,49 @@ class PathRunner:
             return cache
         return StateCache(self._blank, state, self._edit_cache if self._edits_cache else None)
 
-    def _hook(self, tap: Tap, body: "_Body") -> Callable[..., Tensor | None]:
-        def hook(tensor: Tensor, *, hook: object) -> Tensor | None:
+    # Hooks run some hundred times a step: what they need is worked out before, and each is one function deep.
+
+    def _reader(self, tap: Tap) -> Callable[..., None]:
+        """Keeps a copy of the rows wanted."""
+        place = tap.key, tap.layer
+        axis = tap.pos_axis + 1 if tap.pos_axis >= 0 else tap.pos_axis  # with the batch axis
+
+        def read(tensor: Tensor, *, hook: object) -> None:
             now = self._now
-            return None if now is None else body(tap, tensor, now)
+            if now is None:
+                return
+            if tensor.shape[axis] != now.n_fed:
+                raise _not_a_row_a_token(tap, tensor, now.n_fed)
+            if now.n_kept < now.n_fed:
+                tensor = tensor.narrow(axis, now.n_fed - now.n_kept, now.n_kept)
+            now.kept[place] = tensor.clone().squeeze_(0)  # of a value made without gradients
 
-        return hook
+        return read
 
-    def _keep(self, tap: Tap, value: Tensor, now: "_Pass") -> None:
-        rows, axis = value[0], tap.pos_axis
-        if rows.shape[axis] != now.n_fed:
-            raise InputError(
-                f"{tap.key!r} does not hold one row for every token",
-                got=f"{list(value.shape)} where {now.n_fed} tokens were processed",
-                expected=f"{now.n_fed} rows along axis {axis % rows.ndim + 1}",
-                remedy="After the last block the model keeps one row: use 'logits', or a hook of ln_final.",
-            )
-        if self.rows == "new" and now.n_new < now.n_fed:
-            rows = rows.narrow(axis, now.n_fed - now.n_new, now.n_new)
-        now.kept[tap.key, tap.layer] = rows.clone()  # of a value made without gradients
+    def _ruler(self, tap: Tap) -> Callable[..., None]:
+        """Notes how many keys attention has."""
+        layer = tap.layer
+        assert layer is not None
 
-    def _measure(self, tap: Tap, value: Tensor, now: "_Pass") -> None:
-        if tap.layer is not None:
-            now.widths[tap.layer] = value.shape[-1]
+        def measure(tensor: Tensor, *, hook: object) -> None:
+            now = self._now
+            if now is not None:
+                now.widths[layer] = tensor.shape[-1]
 
-    def _intervene(self, tap: Tap, value: Tensor, now: "_Pass") -> Tensor | None:
-        positions = range(now.n_fed_from, now.n_tokens)
-        new = self._ask(value[0], tap.key, tap.layer, positions, now)
-        return None if new is None else new[None]
+        return measure
+
+    def _patcher(self, tap: Tap) -> Callable[..., Tensor | None]:
+        """Asks the interventions for another value."""
+
+        def patch(tensor: Tensor, *, hook: object) -> Tensor | None:
+            now = self._now
+            if now is None:
+                return None
+            positions = range(now.n_fed_from, now.n_tokens)
+            new = self._ask(tensor[0], tap.key, tap.layer, positions, now)
+            return None if new is None else new[None]
+
+        return patch
 
     def _edit_cache(self, layer: int, keys: Rows, values: Rows, first: int) -> tuple[Rows, Rows]:
         assert self._now is not None
@@ -217,18 +237,16 @@ class PathRunner:
         return current
 
     def _collect(self, now: "_Pass") -> dict[str, tuple[Tensor, ...]]:
-        activations: dict[str, list[Tensor]] = {}
-        for tap in self._read:
-            if (tap.key, tap.layer) not in now.kept:
-                raise InputError(
-                    f"the hook for {tap.key!r} did not fire",
-                    got=f"{tap.hook_name} silent in a whole forward pass",
-                    expected="a value in every pass",
-                    remedy="This family's attention does not fire it, or a set_use_*(True) setter comes first; for K "
-                    "after rotation use 'cache_k', which works in every family.",
-                )
-            activations.setdefault(tap.key, []).append(now.kept[tap.key, tap.layer])
-        return {key: tuple(values) for key, values in activations.items()}
+        if len(now.kept) < len(self._read):
+            silent = next(tap for tap in self._read if (tap.key, tap.layer) not in now.kept)
+            raise InputError(
+                f"the hook for {silent.key!r} did not fire",
+                got=f"{silent.hook_name} silent in a whole forward pass",
+                expected="a value in every pass",
+                remedy="This family's attention does not fire it, or a set_use_*(True) setter comes first; for K "
+                "after rotation use 'cache_k', which works in every family.",
+            )
+        return {key: tuple([now.kept[place] for place in places]) for key, places in self._order.items()}
 
 
 @dataclass
@@ -239,16 +257,23 @@ class _Pass:
     n_fed_from: int
     n_before: int
     n_tokens: int
+    rows: RowsKept
 
     def __post_init__(self) -> None:
         self.n_fed = self.n_tokens - self.n_fed_from
-        self.n_new = self.n_tokens - self.n_before
+        self.n_kept = {"new": self.n_tokens - self.n_before, "last": 1, "all": self.n_fed}[self.rows]
         self.kept: dict[tuple[str, int | None], Tensor] = {}
         self.widths: dict[int, int] = {}
         self.edited = False
 
 
-_Body = Callable[[Tap, Tensor, _Pass], Tensor | None]
+def _not_a_row_a_token(tap: Tap, value: Tensor, n_fed: int) -> InputError:
+    return InputError(
+        f"{tap.key!r} does not hold one row for every token",
+        got=f"{list(value.shape)} where {n_fed} tokens were processed",
+        expected=f"{n_fed} rows along axis {range(value.ndim - 1)[tap.pos_axis] + 1}",
+        remedy="After the last block the model keeps one row: use 'logits', or a hook of ln_final.",
+    )
 
 
 def decode(
@@ -277,7 +302,7 @@ def decode(
         policy: Chooses the tokens of every further step from the logits of the step before.
         n_steps: Steps after step 0.
         sites: Sites or TransformerLens hook names to record.
-        rows: `new`: rows of the newest tokens; `all`: every row the pass processed.
+        rows: `new`: rows of the newest tokens; `last`: the last row; `all`: every row the pass processed.
         interventions: Applied during every pass.
         log: Counts the guards that ran.
         state: The KV state before the first step done; by default none (the recomputed path takes its counts only).

@@ -115,7 +115,7 @@ class Buffer:
         self._logits = torch.empty(n_steps, known.d_vocab, dtype=dtype, device=device)
         self._blocks: list[tuple[list[Row], Tensor]] = []
         for alike in _group(rows):
-            room = torch.empty(len(alike), n_steps, *alike[0].shape, dtype=alike[0].dtype, device=device)
+            room = torch.empty(n_steps, len(alike), *alike[0].shape, dtype=alike[0].dtype, device=device)
             hidden = alike[0].hidden_key
             self._blocks.append((alike, room if hidden is None else room.fill_(hidden)))
         self.states: dict[int, KVState] = {}
@@ -123,23 +123,24 @@ class Buffer:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Name -> `[step, ...]`: the logits and every row."""
-        rows = {row.name: room[i] for alike, room in self._blocks for i, row in enumerate(alike)}
+        rows = {row.name: room[:, i] for alike, room in self._blocks for i, row in enumerate(alike)}
         return {"logits/0": self._logits} | rows
 
     def put(self, step: Step) -> None:
-        """Keep the last row of a step."""
+        """Keep a step recorded with `rows="last"`."""
         at, newest = step.index - self.first, len(step.tokens)
         self._logits[at].copy_(step.logits)
         for alike, block in self._blocks:
-            given, room = [step.activations[row.key][row.index] for row in alike], block[:, at]
+            given, room, axis = [step.activations[row.key][row.index] for row in alike], block[at], alike[0].pos_axis
             if alike[0].hidden_key is None:
+                room = room.unsqueeze(axis + 1 if axis >= 0 else axis)
                 _check_planned(alike, given, room.shape[1:])
-                room.copy_(_newest(given, alike[0].pos_axis))
+                _put_together(given, room)
                 continue
             for row, value, place in zip(alike, given, room, strict=True):  # windows see fewer keys than other layers
-                place = place[..., newest - value.shape[-1] : newest]
+                place = place[..., newest - value.shape[-1] : newest].unsqueeze(axis)
                 _check_planned([row], [value], place.shape)
-                place.copy_(value.select(row.pos_axis, -1))
+                place.copy_(value)
         if self._keep_states:
             self.states[step.index] = own_state(step.kv, self._device)
 
@@ -152,22 +153,23 @@ def _group(rows: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _newest(given: Sequence[Tensor], pos_axis: int) -> Tensor:
-    """`[layer, ...]`, the last row of each."""
-    if given[0].shape[pos_axis] == 1:
-        return torch.stack(list(given)).squeeze(pos_axis + 1 if pos_axis >= 0 else pos_axis)
-    return torch.stack([value.select(pos_axis, -1) for value in given])
+def _put_together(given: Sequence[Tensor], room: Tensor) -> None:
+    """`given` into `room`, `[layer, ...]`, in one go where all are on its device."""
+    if all(value.device == room.device for value in given):
+        torch.stack(list(given), out=room)
+        return
+    for value, place in zip(given, room, strict=True):
+        place.copy_(value)
 
 
 def _check_planned(rows: Sequence[Row], given: Sequence[Tensor], shape: torch.Size) -> None:
+    dtype = rows[0].dtype
     for row, value in zip(rows, given, strict=True):
-        axis = row.pos_axis % value.ndim
-        found = (*value.shape[:axis], *value.shape[axis + 1 :])
-        if found != shape or value.dtype != row.dtype:
+        if value.shape != shape or value.dtype != dtype:
             raise InputError(
                 f"{row.name} is not what was planned for",
-                got=f"{list(found)} {value.dtype}",
-                expected=f"{list(shape)} {row.dtype}",
+                got=f"{list(value.shape)} {value.dtype}",
+                expected=f"{list(shape)} {dtype}",
                 remedy="This family departs from the shapes of mechkv.sites: record it by its full hook name.",
             )
 

@@ -279,6 +279,7 @@ class Run:
             policy=Forced(self.tokens.tolist()),
             n_steps=self.n_steps - 1,
             sites=self.names,
+            rows="last",
             interventions=self.interventions,
             log=log,
             state=state,
@@ -361,7 +362,7 @@ def _in_memory(run: Run, device: torch.device) -> RunRecord:
 def _check_tokens(model: TransformerBridge, tokens: Tensor, n_prompt: int) -> None:
     admit(model)
     n_tokens = len(tokens) if isinstance(tokens, Tensor) and tokens.ndim else 0
-    guards.check_tokens(model, tokens, n_tokens)
+    guards.token_limits(model).check(tokens, n_tokens)
     if type(n_prompt) is not int or not 1 <= n_prompt <= len(tokens):
         raise _bad_prompt_length(n_prompt, len(tokens))
 

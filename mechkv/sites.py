@@ -89,7 +89,7 @@ def resolve(model: TransformerBridge, names: Sequence[str], layers: Sequence[int
     Raises:
         InputError: A name is neither, or the model's family has no such hook point.
     """
-    hooks = model.hook_dict
+    hooks = model.hook_dict if names else {}
     taps: list[Tap] = []
     for name in dict.fromkeys(names):
         if not isinstance(name, str):

@@ -10,7 +10,7 @@ from torch import Tensor
 from mechkv.cache import KVState
 
 Path = Literal["cached", "recomputed"]
-RowsKept = Literal["new", "all"]
+RowsKept = Literal["new", "last", "all"]
 
 
 @dataclass(frozen=True)
