@@ -46,7 +46,8 @@ def run(config: Config, pool: ModelPool, folder: Path) -> Outcome:
 def study(config: Config, folder: Path | None = None) -> pd.DataFrame:
     """One row per model."""
     settings = {key: list(v) if isinstance(v, tuple) else v for key, v in vars(config).items()}
-    kept = RunFolder(folder, {"kind": NAME, **settings, "kinds": list(KINDS), "families": list(FAMILIES)})
+    settings |= {"kind": NAME, "kinds": list(KINDS), "families": list(FAMILIES)}
+    kept = RunFolder(folder, settings | {"kernels": provenance.what_decides_kernels()})
     rows = []
     for index in range(config.n_clean + config.n_bugged):
         clean = index < config.n_clean

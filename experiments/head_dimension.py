@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.outcome import ModelPool, Outcome, problem_texts
+from mechkv import provenance
 from mechkv.broadcast import Broadcast, BroadcastConfig, broadcast
 from mechkv.claims import Finding
 from mechkv.heads import HeadAnalysis, HeadConfig, head_analysis
@@ -240,7 +241,8 @@ def _sweeps(config: Config, folder: Path) -> Sweep:
     """The sweeps, each kept once it is done."""
     swept = ("lengths", "d_heads", "contexts", "windows", "accumulators", "seeds")
     settings: dict[str, Any] = {name: list(getattr(config, name)) for name in swept}
-    run = RunFolder(folder, settings | {"tiny_models": config.tiny_models})
+    settings |= {"tiny_models": config.tiny_models, "kernels": provenance.what_decides_kernels()}
+    run = RunFolder(folder, settings)
     seeds, windowed = config.seeds, LayerShape(context=max(config.windows))
     jobs: dict[str, Callable[[], Sweep]] = {
         "signed": lambda: sum_sweep(config.lengths, accumulators=config.accumulators, seeds=seeds),

@@ -29,7 +29,7 @@ from mechkv.errors import CacheError, InputError, MechkvError, NonFiniteError
 from mechkv.examine import CaseReport, Examiner, Modules
 from mechkv.ladder import Case, PathFunction
 from mechkv.models import dtype_name, to_dtype
-from mechkv.plain_json import to_json
+from mechkv.plain_json import records, to_json
 from mechkv.signature import Signature
 from mechkv.verdict import EXIT_CODES, ROUNDOFF, VERDICTS
 
@@ -86,7 +86,7 @@ class CheckReport:
         names = ("verdict", "reason", "first_position", "first_step", "first_layer", "kind", "convicted", "evidence")
         found = {name: getattr(self, name) for name in names} | {"exit_code": self.exit_code}
         for name in ("rungs", "profile"):
-            found[name] = json.loads(getattr(self, name).to_json(orient="records"))
+            found[name] = records(getattr(self, name))
         return json.loads(to_json(found | {"provenance": self.provenance}, nan_as_null=True))
 
     def save(self, folder: Path | str) -> Path:

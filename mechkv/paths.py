@@ -315,6 +315,8 @@ def decode(
     log = GuardLog() if log is None else log
     if n_steps < 0:
         raise InputError("too few steps", got=n_steps, expected="0 or more", remedy="Step 0 alone is n_steps=0.")
+    if not 0 <= first_step <= n_steps:
+        raise InputError("first_step", got=first_step, expected=f"0 to n_steps={n_steps}", remedy="Steps count from 0.")
     guards.check_model(model, None, log)
     tokens, state = prompt, KVState.empty(n_prompt=len(prompt)) if state is None else state
     n_new = len(tokens) - state.n_tokens
@@ -322,7 +324,9 @@ def decode(
         for index in range(first_step, n_steps + 1):
             step = runner.step(tokens, state, index, n_new)
             given = yield step
-            step = step if given is None else given
+            if given is not None:
+                _check_same_step(step, given)
+                step = given
             if index == n_steps:
                 return
             new = policy.next_tokens(step.logits, len(tokens))
@@ -331,6 +335,16 @@ def decode(
             state, n_new = step.kv, len(new)
             tokens = torch.cat([tokens, tokens.new_tensor(new)])
             del step, given
+
+
+def _check_same_step(ours: Step, given: Step) -> None:
+    if (given.path, given.index) != (ours.path, ours.index) or not torch.equal(given.tokens, ours.tokens):
+        raise InputError(
+            "the step sent back is another one",
+            got=f"step {given.index} of the {given.path} path, {len(given.tokens)} tokens",
+            expected=f"step {ours.index} of the {ours.path} path, done again on the same {len(ours.tokens)} tokens",
+            remedy="Send a step made from the one that was yielded.",
+        )
 
 
 def lockstep(

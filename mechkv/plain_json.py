@@ -1,4 +1,4 @@
-"""Which values are JSON? Plain ones, finite, numpy scalars and arrays included; everything else is refused by place."""
+"""Which values are JSON? Plain ones, finite, numpy scalars, arrays and tables included; the rest is refused by name."""
 
 import json
 import math
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from mechkv.errors import InputError
 
@@ -14,6 +15,13 @@ def to_json(value: Any, nan_as_null: bool = False) -> bytes:
     """Sorted keys, two-space indent, newline at the end; see `storage.write_json`."""
     plain = _plain(value, "value", nan_as_null)
     return (json.dumps(plain, sort_keys=True, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table in JSON's own types, every number as it is (pandas' `to_json` keeps ten decimals, and a
+    float32 drift is smaller than that); null for what is missing or infinite."""
+    rows = frame.astype(object).where(frame.notna(), None).to_dict(orient="records")
+    return _plain(rows, "table", nan_as_null=True)
 
 
 def refuse_constant(name: str) -> None:

@@ -97,11 +97,13 @@ def _told(ask: Callable[[], Any], otherwise: Any = "set by fp32_precision") -> A
         return otherwise
 
 
-def what_decides_kernels(model: TransformerBridge) -> dict[str, Any]:
-    """Devices of the model, torch version, threads, CPU capability and `kernel_settings`: part of the settings of every
-    run that can go on later, so that one table never holds the bits of two kinds of kernels. Plain values, for JSON."""
+def what_decides_kernels(model: TransformerBridge | None = None) -> dict[str, Any]:
+    """Devices of the model (of a run that makes its own: none), torch version, threads, CPU capability and
+    `kernel_settings`: part of the settings of every run that can go on later, so that one table never holds the bits of
+    two kinds of kernels. Plain values, for JSON."""
+    parameters = () if model is None else model.original_model.parameters()
     return {
-        "devices": sorted({str(parameter.device) for parameter in model.original_model.parameters()}),
+        "devices": sorted({str(parameter.device) for parameter in parameters}),
         "torch": _version("torch"),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -57,6 +57,9 @@ def test_drift_prints_one_json_document(folder: str, capsys) -> None:
     rows = json.loads(capsys.readouterr().out)
     assert {row["dtype"] for row in rows} == {"bfloat16", "float32"}
     assert {"site", "layer", "estimate", "bitwise_equal", "n_undefined"} <= set(rows[0])
+    drifts = [row["estimate"] for row in rows if row["dtype"] == "float32" and row["estimate"]]
+    assert drifts
+    assert any(value != round(value, 10) for value in drifts), "digits were cut off"
 
 
 def test_drift_writes_and_goes_on(folder: str, tmp_path, capsys) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from mechkv import comparison
 from mechkv.comparison import (
     UNIT_ROUNDOFF,
     compare,
@@ -265,3 +266,41 @@ def test_bitwise_equal_rows_that_are_not_finite_have_no_numbers(bad):
     assert table["bitwise_equal"].all()
     assert np.isnan(table["rel_l2"]).tolist() == [True, False, True]
     assert np.isnan(table["max_abs"]).tolist() == [True, False, False]
+
+
+def awkward_rows(dtype):
+    """Rows with equal parts, changes of sign, zeros of both signs, extremes, NaN and infinity."""
+    a, b = pair((9, 40), dtype, 1e-2, seed=4)
+    b[1] = a[1]
+    b[2] = -a[2]
+    a[3], b[3] = 0.0, -0.0
+    a[4, :2], b[4, :2] = torch.finfo(dtype).max, -torch.finfo(dtype).max
+    a[5, 7], b[6, 7] = math.nan, math.inf
+    b[7] = a[7]
+    b[7, 3] = -a[7, 3]
+    return a, b
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_many_rows_are_taken_at_once_changes_no_bit(dtype, monkeypatch):
+    a, b = awkward_rows(dtype)
+    together = compare_rows(a, b)
+    for elements in (1, 80, 100):
+        monkeypatch.setattr(comparison, "_ELEMENTS_AT_ONCE", elements)
+        apart = compare_rows(a, b)
+        for name, values in together.items():
+            assert np.array_equal(apart[name], values, equal_nan=True), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_ulp_distance_of_a_row_is_that_of_its_elements(dtype):
+    """Where the signs agree and where they do not: two ways in the code, one in the definition."""
+    a, b = awkward_rows(dtype)
+    elements = ulp_distance(a, b).to(torch.float64).amax(-1).numpy()
+    finite = (a.isfinite() & b.isfinite()).all(-1).numpy()
+    found = compare_rows(a, b)["max_ulp"]
+    assert np.array_equal(found[finite], elements[finite])
+    assert np.isnan(found[~finite]).all()
+    assert finite.sum() == 7
+    assert (found[[2, 4, 7]] > found[0]).all()
+    assert found[3] == 0

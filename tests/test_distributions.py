@@ -139,6 +139,10 @@ def test_overlap_and_near_ties_against_plain_python():
     for k in (1, 5, 10, 101):
         first, second = (set(np.argsort(-z.double().numpy(), kind="stable")[:k].tolist()) for z in (z_a, z_b))
         assert top_k_overlap(z_a, z_b, k).item() == pytest.approx(len(first & second) / k, rel=1e-15)
+    for k, name in ((5, "top5_overlap"), (10, "top10_overlap")):
+        for a, b in ((z_a, z_b), (z_a.round(), z_b.round())):  # without a tie at the k-th place, and with one
+            first, second = (set(np.argsort(-z.double().numpy(), kind="stable")[:k].tolist()) for z in (a, b))
+            assert getattr(compare_logits(a, b), name) == pytest.approx(len(first & second) / k, rel=1e-15)
     ranked = sorted(z_b.double().tolist(), reverse=True)
     assert margin(z_b).item() == ranked[0] - ranked[1]
     for distance in (0.25, 2.0, 5.0):

@@ -257,7 +257,12 @@ def test_a_run_that_outgrows_the_context_stops_with_an_error(shared_bridge):
 @pytest.mark.usefixtures("_shapes_unchecked")
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"path": "clean"}, "unknown path"), ({"n_steps": -1}, "too few steps"), ({"sites": ("resid",)}, "unknown site")],
+    [
+        ({"path": "clean"}, "unknown path"),
+        ({"rows": "some"}, "unknown rows"),
+        ({"n_steps": -1}, "too few steps"),
+        ({"sites": ("resid",)}, "unknown site"),
+    ],
 )
 def test_options_that_make_no_sense_are_refused(options, says, shared_bridge):
     options = {"path": "cached", "policy": Greedy(), "n_steps": 1, **options}
@@ -320,3 +325,20 @@ def test_a_run_goes_on_from_the_step_that_is_sent_back(shared_bridge):
         assert torch.equal(sent.logits, fresh.step(FED[:7], changed, 1).logits)
         assert not torch.equal(sent.logits, fresh.step(FED[:7], step.kv, 1).logits)
     run.close()
+
+
+def test_a_step_of_another_kind_is_not_taken_back(shared_bridge):
+    llama = shared_bridge("llama-gqa")
+    step = next(decode(llama, FED[:6], path="cached", policy=Forced(FED.tolist()), n_steps=2))
+    for changed in ({"index": 1}, {"path": "recomputed"}, {"tokens": FED[1:7]}):
+        run = decode(llama, FED[:6], path="cached", policy=Forced(FED.tolist()), n_steps=2)
+        next(run)
+        with pytest.raises(InputError, match="the step sent back is another one"):
+            run.send(replace(step, **changed))
+
+
+@pytest.mark.parametrize("first_step", [-1, 3])
+def test_a_first_step_outside_the_run_is_refused(first_step, shared_bridge):
+    run = decode(shared_bridge(), FED[:6], path="cached", policy=Forced(FED.tolist()), n_steps=2, first_step=first_step)
+    with pytest.raises(InputError, match=f"first_step: got {first_step}; expected 0 to n_steps=2"):
+        next(run)

@@ -67,6 +67,19 @@ def test_hook_names_and_site_names_give_the_same_tensors(path, shared_bridge):
 
 
 @pytest.mark.parametrize("path", ["cached", "recomputed"])
+def test_the_last_row_is_the_last_of_the_new_rows(path, shared_bridge):
+    names = ["resid_pre", "q", "pattern", "blocks.1.hook_mlp_out"]
+    new, last = (run(shared_bridge(), path, sites=names, n_steps=2, rows=rows) for rows in ("new", "last"))
+    for step, short in zip(new, last, strict=True):
+        assert list(short.positions) == [len(step.tokens) - 1]
+        for name in names:
+            axis = -2 if name == "pattern" else 0
+            for full, row in zip(step.activations[name], short.activations[name], strict=True):
+                assert torch.equal(row, full.narrow(axis, full.shape[axis] - 1, 1))
+    assert new[0].activations["q"][0].shape[0] > 1
+
+
+@pytest.mark.parametrize("path", ["cached", "recomputed"])
 def test_new_rows_are_the_last_of_all_rows(path, shared_bridge):
     names = ["resid_post", "pattern", "k"]
     new = run(shared_bridge(), path, sites=names, n_steps=3)

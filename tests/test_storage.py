@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from mechkv import result_folder, storage
+from mechkv import plain_json, result_folder, storage
 from mechkv.errors import InputError, StorageError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
@@ -47,6 +47,16 @@ def test_json_is_sorted_plain_and_ends_with_a_newline(tmp_path):
     assert text.endswith("}\n")
     assert text.index('"a"') < text.index('"b"')
     assert storage.read_json(tmp_path / "v.json") == {"a": [3, True, None], "b": 0.1, "c": [0, 1], "d": "θ"}
+
+
+def test_a_table_in_json_keeps_every_digit():
+    small = 1e-12 / 3
+    frame = pd.DataFrame({"x": [small, np.nan, -np.inf], "n": [1, 2, 3], "flag": [True, False, True]})
+    frame = frame.assign(kind=pd.Categorical(["a", "b", "a"]), ids=[[1, 2], [3], []])
+    rows = json.loads(json.dumps(plain_json.records(frame)))
+    assert [row["x"] for row in rows] == [small, None, None]
+    assert rows[0] == {"x": small, "n": 1, "flag": True, "kind": "a", "ids": [1, 2]}
+    assert json.loads(frame.to_json(orient="records"))[0]["x"] == 0  # the twin: what it replaces
 
 
 @pytest.mark.parametrize("bad", [float("nan"), np.float32("inf"), np.array([1.0, np.nan])])

@@ -34,7 +34,7 @@ class Drift:
 
     def run(self) -> int:
         """Profile and print."""
-        from mechkv import figure_style, terminal
+        from mechkv import figure_style, plain_json, terminal
         from mechkv.drift import DriftConfig, drift_profile
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
@@ -57,7 +57,7 @@ class Drift:
                 figure_style.save(figure, self.out / "figures" / name)
             print(f"tables and figures: {self.out}", file=sys.stderr)
         if self.json:
-            print(json.dumps(json.loads(summary.to_json(orient="records")), indent=1))
+            print(json.dumps(plain_json.records(summary), indent=1))
             return 0
         last = summary[(summary["site"] == "resid_post") & (summary["layer"] == profile.frame["layer"].max() - 1)]
         print("relative L2 drift of the residual stream after the last block, mean over steps and prompts")

@@ -42,6 +42,7 @@ class Heads:
 
     def run(self) -> int:
         """Analyse and print."""
+        from mechkv import plain_json
         from mechkv.heads import HeadConfig, head_analysis
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
@@ -79,7 +80,7 @@ class Heads:
                 plots.save(figure, self.out / "figures" / name)
             print(f"tables and figures: {self.out}", file=sys.stderr)
         if self.json:
-            print(json.dumps({name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}, indent=1))
+            print(json.dumps({name: plain_json.records(t) for name, t in tables.items()}, indent=1))
             return 0
         for name, table in tables.items():
             print(f"{_shortened(name, table, len(texts))}\n")

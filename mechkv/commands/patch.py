@@ -36,7 +36,7 @@ class Patch:
 
     def run(self) -> int:
         """Run the factorial and the sweep, and print."""
-        from mechkv import plots, terminal
+        from mechkv import plain_json, plots, terminal
         from mechkv.causal_run import Walks
         from mechkv.factorial import FactorialConfig, causal_factorial
         from mechkv.models import load_model
@@ -62,7 +62,7 @@ class Patch:
         shares, recovery = factorial.summary(), sweep.summary()
         if self.json:
             tables = {"factorial": shares, "cells": factorial.bitwise(), "sweep": recovery, "parts": sweep.parts()}
-            found = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+            found = {name: plain_json.records(table) for name, table in tables.items()}
             print(json.dumps(found, indent=1))
             return 0
         print("share of the drift (inherited with the KV state, made afresh by the step), mean over steps and prompts")

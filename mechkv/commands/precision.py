@@ -38,7 +38,7 @@ class Precision:
 
     def run(self) -> int:
         """Measure and print."""
-        from mechkv import figure_style, storage, terminal
+        from mechkv import figure_style, plain_json, storage, terminal
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
 
@@ -64,7 +64,7 @@ class Precision:
         if self.out is not None:
             print(f"tables and figures: {self.out}", file=sys.stderr)
         if self.json:
-            document = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+            document = {name: plain_json.records(table) for name, table in tables.items()}
             print(json.dumps(document, indent=1))
             return 0
         for name, table in tables.items():

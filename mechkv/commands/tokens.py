@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -47,7 +47,7 @@ class Tokens:
 
     def run(self) -> int:
         """Decode, score and print."""
-        from mechkv import figure_style, terminal
+        from mechkv import figure_style, plain_json, terminal
         from mechkv.divergence import TokenDivergenceConfig, token_divergence
         from mechkv.flip_law import fit_flip_law
         from mechkv.models import load_model
@@ -76,7 +76,7 @@ class Tokens:
         rates, noise = found.rates(), found.sampling_noise()
         if self.json:
             tables = {"rates": rates, "sampling_noise": noise, "score": score.table}
-            document = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+            document: dict[str, Any] = {name: plain_json.records(table) for name, table in tables.items()}
             document["flip_law"] = {"sigma": _finite(law.sigma), "n_flips": law.n_flips, "n_steps": law.n_steps}
             document["certified_steps"] = law.n_certified
             print(json.dumps(document, indent=1))
