@@ -8,7 +8,7 @@ Equations, with d = a - b and norms taken over all elements of a tensor (or of a
     cosine_distance = 1 - <a, b> / (|a| |b|) = (|d|^2 - (|a| - |b|)^2) / (2 |a| |b|)
     with |a| - |b| = <d, a + b> / (|a| + |b|)
 The second form of the cosine distance is the one evaluated: the first loses everything below 1e-16, and drift lives
-there.
+there. (Where one norm is more than twice the other the second form cancels, and the first is taken.)
 
 Conventions: equality is of bits, so -0.0 and 0.0 count as different although they are 0 ULP apart. A value that is
 undefined (a zero norm below the fraction; any non-finite element) is None in a `Difference` and NaN in rows and frames,
@@ -65,6 +65,7 @@ __all__ = [
     "kl",
     "margin",
     "metric_floor",
+    "metric_range",
     "near_ties",
     "require_certificate",
     "top1_flip",
@@ -189,9 +190,9 @@ def _compare_core(a: Tensor, b: Tensor) -> dict[str, Tensor]:
         return _measure_rows(a, b, different, crossing, largest, step)
     table = _equal_rows(largest)
     if len(rest):
-        measured = _measure_rows(a[rest], b[rest], different[rest], crossing[rest], largest[rest], step)
+        measured, at = _measure_rows(a[rest], b[rest], different[rest], crossing[rest], largest[rest], step), rest.cpu()
         for name, values in measured.items():
-            table[name][rest.cpu()] = values
+            table[name][at] = values
     return table
 
 
@@ -212,7 +213,7 @@ def _compare_bits(a: Tensor, b: Tensor, step: int) -> tuple[Tensor, Tensor, Tens
 
 def _largest(rows: Tensor) -> Tensor:
     """Largest absolute value of each row, NaN where it holds one; no copy of the rows is made."""
-    return torch.maximum(rows.amax(-1), -rows.amin(-1))
+    return torch.maximum(rows.amax(-1), -rows.amin(-1)).abs()
 
 
 def _equal_rows(largest: Tensor) -> dict[str, Tensor]:
@@ -227,8 +228,8 @@ def _equal_rows(largest: Tensor) -> dict[str, Tensor]:
 def _measure_rows(
     a: Tensor, b: Tensor, different: Tensor, crossing: Tensor, largest: Tensor, step: int
 ) -> dict[str, Tensor]:
-    """`_compare_core` for any rows, given what `_compare_bits` found. Every operation on whole rows writes into the
-    same room: new memory costs more than arithmetic."""
+    """`_compare_core` for any rows, given what `_compare_bits` found. Arithmetic in float64 is done in one room: new
+    memory costs more than arithmetic."""
     n_rows, n = a.shape
     room = torch.empty(4, min(step, n_rows), n, dtype=torch.float64, device=a.device)
     sums, ulps, scales = [], [], []
@@ -244,6 +245,9 @@ def _measure_rows(
     scale = torch.cat(scales)
     gap = (2.0 * dot + norm_d.square()) / (norm_a + norm_b)
     cosine = (norm_d.square() - gap.square()).clamp_min(0.0) / (2.0 * norm_a * norm_b)
+    unlike = ((norm_a < norm_b / 2.0) | (norm_a > norm_b * 2.0)).nonzero()[:, 0]
+    if len(unlike):
+        cosine[unlike] = _cosine_of_unlike(a[unlike], b[unlike])
     columns = [max_d * scale, norm_d / norm_b, max_d / (largest.double() / scale), cosine]
     columns += [sum_d / n * scale, norm_d / math.sqrt(n) * scale]
     # One transfer from the device for the floats, one for the integers.
@@ -258,6 +262,12 @@ def _measure_rows(
     equal_fraction = 1.0 - counts[0].to(torch.float64) / n
     table |= {"max_ulp": counts[1], "equal_fraction": equal_fraction, "bitwise_equal": counts[0] == 0}
     return table | {"nonfinite": bad, "nonfinite_a": bad_a, "nonfinite_b": bad_b}
+
+
+def _cosine_of_unlike(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine distance of rows of very unlike norms, where the form for small drift cancels and the first does not."""
+    x, y = (value.double() / _row_scale(value.double(), value.double()) for value in (a, b))
+    return 1.0 - torch.linalg.vecdot(x, y) / (torch.linalg.vector_norm(x, dim=-1) * torch.linalg.vector_norm(y, dim=-1))
 
 
 def _to_float64(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -318,7 +328,7 @@ def _ulp_distance(bits_a: Tensor, bits_b: Tensor, dtype: torch.dtype) -> Tensor:
     difference = key_a - key_b
     if dtype != torch.float64:
         return difference.abs()
-    wrapped = ((key_a ^ key_b) & (key_a ^ difference)) < 0
+    wrapped = (((key_a ^ key_b) & (key_a ^ difference)) < 0) | (difference == torch.iinfo(torch.int64).min)
     return torch.where(wrapped, _INT64_MAX, difference.abs())
 
 
@@ -350,3 +360,25 @@ def metric_floor(metric: str, n: Any, value: Any = 0.0) -> Any:
     if metric not in bounds:
         raise InputError("metric", got=metric, expected=f"one of {sorted(bounds)}", remedy="Pick a numeric metric.")
     return bounds[metric]
+
+
+def metric_range(metric: str) -> tuple[float, float]:
+    """The range that `metric`, and so a mean of it, can have; (-inf, inf) for a name that is not known to be bounded."""
+    shares = ("equal_fraction", "bitwise_equal", "flip", "tie_a", "tie_b", "certified", "tv")
+    if metric in shares or (metric.startswith("top") and metric.endswith("_overlap")):
+        return 0.0, 1.0
+    bounded = {"js": math.log(2.0), "cosine_distance": 2.0}
+    counts = metric.startswith(("near_ties", "margin"))
+    if counts or metric in (
+        *bounded,
+        "max_abs",
+        "rel_l2",
+        "rel_linf",
+        "rms",
+        "max_ulp",
+        "kl",
+        "max_abs_dz",
+        "nonfinite",
+    ):
+        return 0.0, bounded.get(metric, math.inf)
+    return -math.inf, math.inf

@@ -213,7 +213,7 @@ def _divergences(z_a: Tensor, z_b: Tensor) -> dict[str, Tensor]:
     than arithmetic.
     """
     dz = z_a - z_b
-    max_abs_dz = torch.maximum(dz.amax(-1), -dz.amin(-1))
+    max_abs_dz = torch.maximum(dz.amax(-1), -dz.amin(-1)).abs()
     lse_a, lse_b = torch.logsumexp(z_a, -1, keepdim=True), torch.logsumexp(z_b, -1, keepdim=True)
     q = (z_b - lse_b).exp_()
     m = (z_a - lse_a).exp_().add_(q).div_(2.0)

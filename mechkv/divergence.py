@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, result_folder, storage
+from mechkv.comparison import metric_range
 from mechkv.configs import check_kinds, chosen
 from mechkv.divergence_measure import PromptDivergence, measure_prompt
 from mechkv.errors import InputError
@@ -162,7 +163,8 @@ class TokenDivergence:
             part = decoded[decoded[metric].notna()]
             if part.empty:
                 continue
-            table = cluster_bootstrap(part.assign(**{metric: part[metric].astype(float)}), metric, by=["strategy"])
+            part = part.assign(**{metric: part[metric].astype(float)})
+            table = cluster_bootstrap(part, metric, by=["strategy"], support=metric_range(metric), seed=seed)
             median = part.groupby("strategy", observed=True)[metric].median().rename("median").reset_index()
             tables.append(table.merge(median, on="strategy").assign(metric=metric))
         return pd.concat(tables, ignore_index=True)

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, result_folder, storage
-from mechkv.comparison import metric_floor
+from mechkv.comparison import metric_floor, metric_range
 from mechkv.configs import chosen
 from mechkv.drift_measure import METRICS, DriftConfig, PromptDrift, profile_prompt
 from mechkv.errors import InputError
@@ -80,7 +80,7 @@ class DriftProfile:
         decoded = self.frame[self.frame["step"] > 0]
         decoded = decoded.assign(floor=_floor(decoded, metric))
         defined = decoded[decoded[metric].notna()]
-        table = cluster_bootstrap(defined, metric, by=keys, support=_support(metric), seed=seed)
+        table = cluster_bootstrap(defined, metric, by=keys, support=metric_range(metric), seed=seed)
         rest = decoded.groupby(keys, sort=False, observed=True).agg(
             bitwise_equal=("bitwise_equal", "mean"),
             floor=("floor", "mean"),
@@ -212,13 +212,6 @@ def _floor(rows: pd.DataFrame, metric: str) -> pd.Series:
         return pd.Series(0.0, index=rows.index)
     size = {"signed_mean": "rms", "cosine_distance": "rel_l2"}.get(metric, metric)
     return metric_floor(metric, rows["n"], rows[size])
-
-
-def _support(metric: str) -> tuple[float, float]:
-    """The range a mean of this metric can have."""
-    if metric == "signed_mean":
-        return (-math.inf, math.inf)
-    return (0.0, 1.0) if metric in ("equal_fraction", "bitwise_equal") else (0.0, math.inf)
 
 
 def _tokens(

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, result_folder, storage
+from mechkv.comparison import metric_range
 from mechkv.configs import check_kinds, chosen
 from mechkv.errors import InputError
 from mechkv.guards import input_device
@@ -113,7 +114,8 @@ class HeadAnalysis:
         bitwise equal rows. `by` may name `kind`, `layer`, `group`, `head`."""
         keys = ["dtype", "site", *by]
         decoded = self.heads[self.heads["step"] > 0]
-        table = cluster_bootstrap(decoded[decoded[metric].notna()], metric, by=keys, seed=self.config.seed)
+        defined, support = decoded[decoded[metric].notna()], metric_range(metric)
+        table = cluster_bootstrap(defined, metric, by=keys, support=support, seed=self.config.seed)
         equal = decoded.groupby(keys, observed=True)["bitwise_equal"].mean().reset_index()
         return table.merge(equal, on=keys)
 
@@ -121,7 +123,8 @@ class HeadAnalysis:
         """Mean of a column of `patterns` over steps >= 1, per dtype and `by`, with an interval over prompts."""
         decoded = self.patterns[self.patterns["step"] > 0]
         decoded = decoded.assign(entropy_drift=decoded["entropy_cached"] - decoded["entropy_recomputed"])
-        return cluster_bootstrap(decoded, metric, by=["dtype", *by], seed=self.config.seed)
+        support = metric_range(metric)
+        return cluster_bootstrap(decoded, metric, by=["dtype", *by], support=support, seed=self.config.seed)
 
     def by_frequency(self, by: Sequence[str] = ("kind",)) -> pd.DataFrame:
         """Relative drift of K per rotary pair, before (`k`) and after rotation (`rot_k`), over the heads of a kind."""
@@ -208,7 +211,8 @@ class HeadAnalysis:
         sums = part.groupby(["dtype", "prompt", "site", *keys], observed=True)[["square", "reference"]].sum()
         sums = sums[sums["reference"] > 0].reset_index()
         sums["drift"] = np.sqrt(sums["square"] / sums["reference"])
-        return cluster_bootstrap(sums, "drift", by=["dtype", "site", *keys], seed=self.config.seed)
+        support = (0.0, np.inf)
+        return cluster_bootstrap(sums, "drift", by=["dtype", "site", *keys], support=support, seed=self.config.seed)
 
 
 def head_analysis(

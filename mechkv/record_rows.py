@@ -115,7 +115,7 @@ class Buffer:
         self._logits = torch.empty(n_steps, known.d_vocab, dtype=dtype, device=device)
         self._blocks: list[tuple[list[Row], Tensor]] = []
         for alike in _group(rows):
-            room = torch.empty(n_steps, len(alike), *alike[0].shape, dtype=alike[0].dtype, device=device)
+            room = torch.empty(len(alike), n_steps, *alike[0].shape, dtype=alike[0].dtype, device=device)
             hidden = alike[0].hidden_key
             self._blocks.append((alike, room if hidden is None else room.fill_(hidden)))
         self.states: dict[int, KVState] = {}
@@ -123,7 +123,7 @@ class Buffer:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Name -> `[step, ...]`: the logits and every row."""
-        rows = {row.name: room[:, i] for alike, room in self._blocks for i, row in enumerate(alike)}
+        rows = {row.name: room[i] for alike, room in self._blocks for i, row in enumerate(alike)}
         return {"logits/0": self._logits} | rows
 
     def put(self, step: Step) -> None:
@@ -131,7 +131,8 @@ class Buffer:
         at, newest = step.index - self.first, len(step.tokens)
         self._logits[at].copy_(step.logits)
         for alike, block in self._blocks:
-            given, room, axis = [step.activations[row.key][row.index] for row in alike], block[at], alike[0].pos_axis
+            given, room = [step.activations[row.key][row.index] for row in alike], block[:, at]
+            axis = alike[0].pos_axis
             if alike[0].hidden_key is None:
                 room = room.unsqueeze(axis + 1 if axis >= 0 else axis)
                 _check_planned(alike, given, room.shape[1:])
@@ -154,12 +155,14 @@ def _group(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _put_together(given: Sequence[Tensor], room: Tensor) -> None:
-    """`given` into `room`, `[layer, ...]`, in one go where all are on its device."""
-    if all(value.device == room.device for value in given):
-        torch.stack(list(given), out=room)
+    """`given` into `room`, `[layer, ...]`, in one go for each device that layers are on."""
+    devices = {value.device for value in given}
+    if len(devices) == 1:
+        room.copy_(torch.stack(list(given)))
         return
-    for value, place in zip(given, room, strict=True):
-        place.copy_(value)
+    for device in devices:
+        layers = [layer for layer, value in enumerate(given) if value.device == device]
+        room[layers] = torch.stack([given[layer] for layer in layers]).to(room.device)
 
 
 def _check_planned(rows: Sequence[Row], given: Sequence[Tensor], shape: torch.Size) -> None:

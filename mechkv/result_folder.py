@@ -70,15 +70,7 @@ def new_folder(folder: _Pathlike, *, replaces: str | None = None) -> Iterator[Pa
         StorageError: `folder` exists and is not empty, nor a sealed result of the kind `replaces`.
     """
     target = Path(folder).absolute()
-    taken = target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
-    old = taken and replaces is not None and _holds(target, replaces)
-    if taken and not old:
-        raise StorageError(
-            f"{target} is taken",
-            got="a folder with files in it" if target.is_dir() and not target.is_symlink() else "a file or link",
-            expected="a new or empty folder",
-            remedy="Save to another folder, or remove this one yourself.",
-        )
+    old = refuse_taken(target, replaces)
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_PART}")
     try:
         with explained(target, None):
@@ -89,6 +81,25 @@ def new_folder(folder: _Pathlike, *, replaces: str | None = None) -> Iterator[Pa
             sync_folder(target.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def refuse_taken(folder: _Pathlike, replaces: str | None = None) -> bool:
+    """Whether an earlier result of the kind `replaces` is there. Long runs ask before they begin.
+
+    Raises:
+        StorageError: `folder` holds anything else.
+    """
+    target = Path(folder)
+    taken = target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
+    old = taken and replaces is not None and _holds(target, replaces)
+    if taken and not old:
+        raise StorageError(
+            f"{target} is taken",
+            got="a folder with files in it" if target.is_dir() and not target.is_symlink() else "a file or link",
+            expected="a new or empty folder",
+            remedy="Save to another folder, or remove this one yourself.",
+        )
+    return old
 
 
 def _take_the_place(part: Path, target: Path) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import provenance, result_folder, storage
+from mechkv.comparison import metric_range
 from mechkv.configs import check_kinds, chosen, require
 from mechkv.drift import DriftConfig, DriftProfile, drift_profile
 from mechkv.errors import InputError
@@ -101,7 +102,8 @@ class TwinStudy:
     def profiles(self) -> pd.DataFrame:
         """Mean rel_l2 over steps >= 1 per twin and layer, with an interval over prompts."""
         decoded = self.frame[self.frame["step"] > 0]
-        return cluster_bootstrap(decoded, "rel_l2", by=["twin", "layer"], seed=self.config.seed)
+        support = metric_range("rel_l2")
+        return cluster_bootstrap(decoded, "rel_l2", by=["twin", "layer"], support=support, seed=self.config.seed)
 
     def measures(self) -> pd.DataFrame:
         """One row per twin and prompt: level, first_share, largest_rise (NaN without any drift at the last layer)."""

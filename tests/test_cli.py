@@ -86,6 +86,30 @@ def test_drift_writes_and_goes_on(folder: str, tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "taken"),
+    [
+        (("drift",), "profile"),
+        (("heads",), "heads"),
+        (("heads",), "twins"),
+        (("patch",), "factorial"),
+        (("patch",), "sweep"),
+        (("tokens",), "divergence"),
+        (("precision", "--parts", "sites"), "sites"),
+    ],
+)
+def test_a_folder_that_is_taken_is_named_before_anything_runs(command, taken, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / taken).mkdir()
+    (tmp_path / taken / "mine.txt").write_text("do not lose me")
+    loaded: list[str] = []
+    monkeypatch.setattr("mechkv.models.load_model", lambda source, **_: loaded.append(source))
+    name, *options = command
+    assert run(name, "some-model", *options, "--out", str(tmp_path)) == 5
+    assert f"{taken} is taken" in capsys.readouterr().err
+    assert not loaded
+    assert (tmp_path / taken / "mine.txt").read_text() == "do not lose me"
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (("drift", "no/such-model-here"), 2, "cannot load"),

@@ -11,8 +11,10 @@ from mechkv.comparison import (
     compare,
     compare_rows,
     metric_floor,
+    metric_range,
     ulp_distance,
 )
+from mechkv.distributions import compare_logit_rows
 from mechkv.errors import InputError
 
 DTYPES = list(UNIT_ROUNDOFF)
@@ -141,6 +143,31 @@ def test_float64_ulp_distance_saturates():
     big = torch.tensor([torch.finfo(torch.float64).max], dtype=torch.float64)
     assert ulp_distance(big, -big).item() == ulp_distance(-big, big).item() == 2**63 - 1
     assert 0 < ulp_distance(big, -0.0 * big).item() < 2**63 - 1
+
+
+def test_the_float64_distance_of_two_and_minus_two_saturates_as_well():
+    """Exactly 2^63 steps: the one difference that overflows without changing sign."""
+    a, b = torch.tensor([-2.0, 1.0], dtype=torch.float64), torch.tensor([2.0, 1.0], dtype=torch.float64)
+    assert ulp_distance(a, b).tolist() == [2**63 - 1, 0]
+    assert compare(a, b).max_ulp == 2**63 - 1
+    assert compare_rows(a[None], b[None])["max_ulp"][0] == float(2**63)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [0.4, 1e-4, 3e3])
+def test_the_angle_between_rows_of_unlike_size_is_that_of_the_definition(dtype, factor):
+    a, b = pair((1, 40), dtype, 0.7)
+    a = a * factor
+    found, truth = compare(a, b), exact_metrics(a, b)
+    assert truth["cosine_distance"] > 0.01
+    floor = metric_floor("cosine_distance", 40, truth["rel_l2"])
+    assert abs(found.cosine_distance - truth["cosine_distance"]) <= max(floor, metric_floor("cosine_distance", 40, 1.0))
+
+
+def test_no_number_is_a_negative_zero():
+    a, b = torch.tensor([[0.0, 1.0], [-0.0, 0.0]]), torch.tensor([[-0.0, 1.0], [0.0, -0.0]])
+    for rows in (compare_rows(a, b), compare_rows(b, a)):
+        assert not any(np.signbit(np.asarray(values, dtype=float)).any() for values in rows.values())
 
 
 def test_signed_zeros_differ_in_bits_though_not_in_ulp():
@@ -304,3 +331,17 @@ def test_the_largest_ulp_distance_of_a_row_is_that_of_its_elements(dtype):
     assert finite.sum() == 7
     assert (found[[2, 4, 7]] > found[0]).all()
     assert found[3] == 0
+
+
+def test_every_metric_stays_in_its_range_and_the_ranges_are_not_wider_than_that():
+    a, b = pair((50, 30), torch.float32, 5.0)
+    found = compare_rows(torch.cat([a, -b]), torch.cat([b, b]))
+    found |= compare_logit_rows(torch.cat([a, 40 * a]), torch.cat([b, -40 * a]))
+    largest = {"equal_fraction": 0.0, "bitwise_equal": 0.0, "tie_a": 0.0, "tie_b": 0.0, "certified": 0.0}
+    for name, values in found.items():
+        low, high = metric_range(name)
+        assert low <= np.nanmin(np.asarray(values, dtype=float)), name
+        assert np.nanmax(np.asarray(values, dtype=float)) <= high, name
+        if math.isfinite(high):  # it is reached, or nearly
+            assert np.nanmax(np.asarray(values, dtype=float)) >= 0.99 * largest.get(name, high), name
+    assert metric_range("signed_mean") == metric_range("entropy_drift") == (-math.inf, math.inf)

@@ -108,6 +108,15 @@ def test_equal_logits_are_exactly_zero():
 # ---------------------------------------------------------------------------------------------------------- ranks
 
 
+def test_no_difference_is_no_negative_zero():
+    a, b = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
+    assert (
+        math.copysign(1.0, compare_logits(b, a).max_abs_dz)
+        == math.copysign(1.0, compare_logits(a, b).max_abs_dz)
+        == 1.0
+    )
+
+
 def test_hand_worked_ranks():
     z_b = torch.tensor([1.0, 3.0, 2.75, 2.5, 2.0, 1.5, -1.0])
     z_a = torch.tensor([1.0, 2.5, 2.75, 2.5, 2.0, 0.5, -1.0])

@@ -34,14 +34,16 @@ class Drift:
 
     def run(self) -> int:
         """Profile and print."""
-        from mechkv import figure_style, plain_json, terminal
-        from mechkv.drift import DriftConfig, drift_profile
+        from mechkv import figure_style, plain_json, result_folder, terminal
+        from mechkv.drift import KIND, DriftConfig, drift_profile
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
 
         problems = word_problems() if self.prompts is None else load_problems(self.prompts)
         texts = [format_prompt(problem) for problem in sample(problems, self.n_prompts)]
         config = DriftConfig(n_steps=self.steps)
+        if self.out is not None:
+            result_folder.refuse_taken(self.out / "profile", KIND)
         model = load_model(self.model, dtype=self.dtype, device=self.device)
         profile = drift_profile(
             model,

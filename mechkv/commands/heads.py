@@ -42,13 +42,16 @@ class Heads:
 
     def run(self) -> int:
         """Analyse and print."""
-        from mechkv import plain_json
-        from mechkv.heads import HeadConfig, head_analysis
+        from mechkv import plain_json, result_folder, twin_drift
+        from mechkv.heads import KIND, HeadConfig, head_analysis
         from mechkv.models import load_model
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
 
         problems = word_problems() if self.prompts is None else load_problems(self.prompts)
         texts = [format_prompt(problem) for problem in sample(problems, self.n_prompts)]
+        if self.out is not None:
+            result_folder.refuse_taken(self.out / "heads", KIND)
+            result_folder.refuse_taken(self.out / "twins", twin_drift.KIND)
         model = load_model(self.model, dtype=self.dtype, device=self.device)
         analysis = head_analysis(
             model,

@@ -36,11 +36,11 @@ class Patch:
 
     def run(self) -> int:
         """Run the factorial and the sweep, and print."""
-        from mechkv import plain_json, plots, terminal
+        from mechkv import plain_json, plots, result_folder, terminal
         from mechkv.causal_run import Walks
-        from mechkv.factorial import FactorialConfig, causal_factorial
+        from mechkv.factorial import CausalFactorial, FactorialConfig, causal_factorial
         from mechkv.models import load_model
-        from mechkv.patching import SweepConfig, patch_sweep
+        from mechkv.patching import PatchSweep, SweepConfig, patch_sweep
         from mechkv.prompts import format_prompt, load_problems, sample, word_problems
 
         problems = word_problems() if self.prompts is None else load_problems(self.prompts)
@@ -48,6 +48,9 @@ class Patch:
         factorial_config = FactorialConfig(n_steps=self.steps)
         later = int(self.into == "cached" and self.steps > 1)
         sweep_config = SweepConfig(n_steps=self.steps, every=self.every_layer, into=self.into, later=later)
+        if self.out is not None:
+            result_folder.refuse_taken(self.out / "factorial", CausalFactorial.KIND)
+            result_folder.refuse_taken(self.out / "sweep", PatchSweep.KIND)
         model = load_model(self.model, dtype=self.dtype, device=self.device)
         walks = Walks(model)
         runs = {name: None if self.out is None else self.out / "run" / name for name in ("factorial", "sweep")}

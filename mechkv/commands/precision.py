@@ -44,6 +44,7 @@ class Precision:
 
         problems = word_problems() if self.prompts is None else load_problems(self.prompts)
         texts = [format_prompt(problem) for problem in sample(problems, self.n_prompts)]
+        self._refuse_taken()
         tables: dict[str, Any] = {}
         model = None
         for part in self.parts:
@@ -91,6 +92,18 @@ class Precision:
         tokens = token_lists(model, texts, self.steps)
         device = str(tokens[0].device)
         return determinism(self.model, tokens, dtype=self.dtype, n_steps=self.steps, device=device)
+
+    def _refuse_taken(self) -> None:
+        """Folders that cannot be written at the end are named before anything is run."""
+        from mechkv import result_folder
+        from mechkv.oracle import OracleStudy
+        from mechkv.precision import PrecisionLadder
+        from mechkv.precision_policy import SitePrecision
+
+        kinds = {"ladder": PrecisionLadder.KIND, "sites": SitePrecision.KIND, "oracle": OracleStudy.KIND}
+        if self.out is not None:
+            for part in set(self.parts) & set(kinds):
+                result_folder.refuse_taken(self.out / part, kinds[part])
 
     def _folder(self, part: str) -> Path | None:
         return None if self.out is None else self.out / "run" / part

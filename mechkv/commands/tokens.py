@@ -47,8 +47,8 @@ class Tokens:
 
     def run(self) -> int:
         """Decode, score and print."""
-        from mechkv import figure_style, plain_json, terminal
-        from mechkv.divergence import TokenDivergenceConfig, token_divergence
+        from mechkv import figure_style, plain_json, result_folder, terminal
+        from mechkv.divergence import KIND, TokenDivergenceConfig, token_divergence
         from mechkv.flip_law import fit_flip_law
         from mechkv.models import load_model
         from mechkv.plots_tokens import one_context
@@ -63,6 +63,8 @@ class Tokens:
             coupling=self.coupling,
             seed=self.seed,
         )
+        if self.out is not None:
+            result_folder.refuse_taken(self.out / "divergence", KIND)
         model = load_model(self.model, dtype=self.dtype, device=self.device)
         texts = [format_prompt(problem, shots=shots) for problem in asked]
         found = token_divergence(model, texts, config, folder=None if self.out is None else self.out / "run")
