@@ -363,22 +363,12 @@ def metric_floor(metric: str, n: Any, value: Any = 0.0) -> Any:
 
 
 def metric_range(metric: str) -> tuple[float, float]:
-    """The range that `metric`, and so a mean of it, can have; (-inf, inf) for a name that is not known to be bounded."""
+    """The range that `metric`, and so a mean of it, has but for round-off; (-inf, inf) for a name not known here."""
     shares = ("equal_fraction", "bitwise_equal", "flip", "tie_a", "tie_b", "certified", "tv")
     if metric in shares or (metric.startswith("top") and metric.endswith("_overlap")):
         return 0.0, 1.0
     bounded = {"js": math.log(2.0), "cosine_distance": 2.0}
-    counts = metric.startswith(("near_ties", "margin"))
-    if counts or metric in (
-        *bounded,
-        "max_abs",
-        "rel_l2",
-        "rel_linf",
-        "rms",
-        "max_ulp",
-        "kl",
-        "max_abs_dz",
-        "nonfinite",
-    ):
+    sizes = ("max_abs", "rel_l2", "rel_linf", "rms", "max_ulp", "kl", "max_abs_dz", "nonfinite")
+    if metric in (*bounded, *sizes) or metric.startswith(("near_ties", "margin")):
         return 0.0, bounded.get(metric, math.inf)
     return -math.inf, math.inf

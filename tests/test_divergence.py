@@ -96,6 +96,9 @@ def test_three_rates_stand_together_and_grow_with_the_planted_drift(model) -> No
         assert rates["clock"].tolist() == ["free-running", "free-running", "teacher-forced"]
         assert rates["of"].tolist() == [4, 4 * N, 4 * (N - 1)]
         assert ((rates["low"] <= rates["estimate"]) & (rates["estimate"] <= rates["high"])).all()
+        steps = token_divergence(model, prompts, config).steps_summary().set_index("metric")
+        assert (steps["low"] >= 0).all()
+        assert (steps.loc[["flip", "tie_a", "tv", "top5_overlap", "certified"], "high"] <= 1).all()
         sums.append(rates["estimate"].to_numpy())
     assert (sums[0] == 0).all()
     assert (sums[1] > 0).all()
