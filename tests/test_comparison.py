@@ -333,15 +333,15 @@ def test_the_largest_ulp_distance_of_a_row_is_that_of_its_elements(dtype):
     assert found[3] == 0
 
 
-def test_every_metric_stays_in_its_range_and_the_ranges_are_not_wider_than_that():
+def test_every_metric_stays_in_its_range_and_far_drift_reaches_it():
     a, b = pair((50, 30), torch.float32, 5.0)
     found = compare_rows(torch.cat([a, -b]), torch.cat([b, b]))
     found |= compare_logit_rows(torch.cat([a, 40 * a]), torch.cat([b, -40 * a]))
-    largest = {"equal_fraction": 0.0, "bitwise_equal": 0.0, "tie_a": 0.0, "tie_b": 0.0, "certified": 0.0}
-    for name, values in found.items():
+    ends = {name: (values.astype(float).min(), values.astype(float).max()) for name, values in found.items()}
+    for name, (smallest, largest) in ends.items():
         low, high = metric_range(name)
-        assert low <= np.nanmin(np.asarray(values, dtype=float)), name
-        assert np.nanmax(np.asarray(values, dtype=float)) <= high * (1 + 1e-12), name
-        if math.isfinite(high):  # it is reached, or nearly
-            assert np.nanmax(np.asarray(values, dtype=float)) >= 0.99 * largest.get(name, high), name
+        assert low <= smallest, name
+        assert largest <= high * (1 + 1e-12), name
+    for name in ("js", "tv", "cosine_distance", "flip"):
+        assert ends[name][1] >= 0.99 * metric_range(name)[1]
     assert metric_range("signed_mean") == metric_range("entropy_drift") == (-math.inf, math.inf)
