@@ -59,15 +59,16 @@ class PathRunner:
         self.interventions = tuple(interventions)
         config: Any = model.original_model.config
         self._blank = blank_layers(config)
-        self._read = resolve(model, sites)
-        self._write = resolve(model, [site for i in self.interventions for site in i.sites])
+        hooks = model.hook_dict
+        self._read = resolve(model, sites, hooks=hooks)
+        self._write = resolve(model, [site for i in self.interventions for site in i.sites], hooks=hooks)
         self._edits_cache = any(site in CACHE_SITES for i in self.interventions for site in i.sites)
         if any("logits" in i.sites for i in self.interventions):
             raise InputError(
                 "logits cannot be patched", got="logits", expected="a site inside the model", remedy="Use 'resid_post'."
             )
         self._limits = guards.token_limits(model)
-        self._widths = resolve(model, ["pattern"])
+        self._widths = resolve(model, ["pattern"], hooks=hooks)
         self._order: dict[str, list[tuple[str, int | None]]] = {}
         for tap in self._read:
             self._order.setdefault(tap.key, []).append((tap.key, tap.layer))
@@ -333,6 +334,8 @@ def decode(
             if not new:
                 return
             state, n_new = step.kv, len(new)
+            if path == "recomputed":  # of which it needs the counts: K and V of a whole text are not kept for them
+                state = KVState((), (), state.n_tokens, state.n_prompt)
             tokens = torch.cat([tokens, tokens.new_tensor(new)])
             del step, given
 

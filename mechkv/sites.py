@@ -77,7 +77,12 @@ def to_hook_layout(state: Shaped[Tensor, "n_kv pos d_head"]) -> Shaped[Tensor, "
     return rearrange(state, "n_kv pos d_head -> pos n_kv d_head")
 
 
-def resolve(model: TransformerBridge, names: Sequence[str], layers: Sequence[int] | None = None) -> list[Tap]:
+def resolve(
+    model: TransformerBridge,
+    names: Sequence[str],
+    layers: Sequence[int] | None = None,
+    hooks: dict[str, HookPoint] | None = None,
+) -> list[Tap]:
     """The hook points that `names` stand for, in layer order.
 
     Args:
@@ -85,11 +90,12 @@ def resolve(model: TransformerBridge, names: Sequence[str], layers: Sequence[int
         names: Sites of `HOOKS` or full TransformerLens hook names. `logits`, `cache_k` and `cache_v` have no hook point
             and are left out here: the decode loop has them anyway.
         layers: Restrict site names to these layers (full hook names already name theirs).
+        hooks: `model.hook_dict`, for a caller that has it: it is made anew at every call.
 
     Raises:
         InputError: A name is neither, or the model's family has no such hook point.
     """
-    hooks = model.hook_dict if names else {}
+    hooks = model.hook_dict if hooks is None else hooks
     taps: list[Tap] = []
     for name in dict.fromkeys(names):
         if not isinstance(name, str):

@@ -1,6 +1,7 @@
 """The decode loop: both paths are a plain Hugging Face loop, their drift is at the floor, and hooks come and go."""
 
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -342,3 +343,14 @@ def test_a_first_step_outside_the_run_is_refused(first_step, shared_bridge):
     run = decode(shared_bridge(), FED[:6], path="cached", policy=Forced(FED.tolist()), n_steps=2, first_step=first_step)
     with pytest.raises(InputError, match=f"first_step: got {first_step}; expected 0 to n_steps=2"):
         next(run)
+
+
+@pytest.mark.parametrize(("path", "kept"), [("cached", True), ("recomputed", False)])
+def test_only_the_cached_path_keeps_the_state_of_the_step_before(path, kept, shared_bridge):
+    run = decode(shared_bridge("llama-gqa"), FED[:6], path=path, policy=Forced(FED.tolist()), n_steps=2)
+    step = next(run)
+    rows = weakref.ref(step.kv.keys[1])
+    del step
+    step = next(run)
+    assert (rows() is not None) is kept
+    assert step.index == 1
