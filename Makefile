@@ -18,7 +18,7 @@ reproduce: $(VENV)/ready
 # What CI runs: the default tier (tiny models), the tier on real weights, the notebooks. Plain `pytest` is the first alone.
 test: $(VENV)/ready
 	$(BIN)/python -m mechkv models pull smollm2-135m gemma3-270m
-	$(BIN)/python -m pytest -m '' -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m '' -n 2
 
 clean:
 	rm -rf $(VENV)
