@@ -116,15 +116,15 @@ class HeadAnalysis:
         decoded = self.heads[self.heads["step"] > 0]
         defined, support = decoded[decoded[metric].notna()], metric_range(metric)
         table = cluster_bootstrap(defined, metric, by=keys, support=support, seed=self.config.seed)
-        equal = decoded.groupby(keys, observed=True)["bitwise_equal"].mean().reset_index()
-        return table.merge(equal, on=keys)
+        return table.merge(decoded.groupby(keys, observed=True)["bitwise_equal"].mean().reset_index(), on=keys)
 
     def attention(self, metric: str = "tv", by: Sequence[str] = ("kind",)) -> pd.DataFrame:
         """Mean of a column of `patterns` over steps >= 1, per dtype and `by`, with an interval over prompts."""
         decoded = self.patterns[self.patterns["step"] > 0]
         decoded = decoded.assign(entropy_drift=decoded["entropy_cached"] - decoded["entropy_recomputed"])
-        support = metric_range(metric)
-        return cluster_bootstrap(decoded, metric, by=["dtype", *by], support=support, seed=self.config.seed)
+        return cluster_bootstrap(
+            decoded, metric, by=["dtype", *by], support=metric_range(metric), seed=self.config.seed
+        )
 
     def by_frequency(self, by: Sequence[str] = ("kind",)) -> pd.DataFrame:
         """Relative drift of K per rotary pair, before (`k`) and after rotation (`rot_k`), over the heads of a kind."""
@@ -197,8 +197,7 @@ class HeadAnalysis:
         Raises:
             StorageError: Missing, altered, truncated, or another kind of result.
         """
-        result_folder.open_folder(Path(folder), KIND)
-        meta = storage.read_json(Path(folder) / "heads.json")
+        meta = storage.read_json(result_folder.open_folder(Path(folder), KIND).file("heads.json"))
         raw = meta["layout"]
         layout = HeadLayout(
             **raw | {"kinds": tuple(raw["kinds"]), "frequencies": tuple(tuple(f) for f in raw["frequencies"])}
@@ -211,8 +210,7 @@ class HeadAnalysis:
         sums = part.groupby(["dtype", "prompt", "site", *keys], observed=True)[["square", "reference"]].sum()
         sums = sums[sums["reference"] > 0].reset_index()
         sums["drift"] = np.sqrt(sums["square"] / sums["reference"])
-        support = (0.0, np.inf)
-        return cluster_bootstrap(sums, "drift", by=["dtype", "site", *keys], support=support, seed=self.config.seed)
+        return cluster_bootstrap(sums, "drift", by=["dtype", "site", *keys], support=(0, np.inf), seed=self.config.seed)
 
 
 def head_analysis(

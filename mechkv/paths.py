@@ -325,22 +325,21 @@ def decode(
         for index in range(first_step, n_steps + 1):
             step = runner.step(tokens, state, index, n_new)
             given = yield step
-            if given is not None:
-                _check_same_step(step, given)
-                step = given
+            step = step if given is None else _the_same_step(step, given)
             if index == n_steps:
                 return
             new = policy.next_tokens(step.logits, len(tokens))
             if not new:
                 return
             state, n_new = step.kv, len(new)
-            if path == "recomputed":  # of which it needs the counts: K and V of a whole text are not kept for them
+            if path == "recomputed":  # only the counts are needed, and K and V of a whole text are large
                 state = KVState((), (), state.n_tokens, state.n_prompt)
             tokens = torch.cat([tokens, tokens.new_tensor(new)])
             del step, given
 
 
-def _check_same_step(ours: Step, given: Step) -> None:
+def _the_same_step(ours: Step, given: Step) -> Step:
+    """`given`, if it is `ours` done again."""
     if (given.path, given.index) != (ours.path, ours.index) or not torch.equal(given.tokens, ours.tokens):
         raise InputError(
             "the step sent back is another one",
@@ -348,6 +347,7 @@ def _check_same_step(ours: Step, given: Step) -> None:
             expected=f"step {ours.index} of the {ours.path} path, done again on the same {len(ours.tokens)} tokens",
             remedy="Send a step made from the one that was yielded.",
         )
+    return given
 
 
 def lockstep(
