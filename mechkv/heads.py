@@ -120,11 +120,9 @@ class HeadAnalysis:
 
     def attention(self, metric: str = "tv", by: Sequence[str] = ("kind",)) -> pd.DataFrame:
         """Mean of a column of `patterns` over steps >= 1, per dtype and `by`, with an interval over prompts."""
-        decoded = self.patterns[self.patterns["step"] > 0]
-        decoded = decoded.assign(entropy_drift=decoded["entropy_cached"] - decoded["entropy_recomputed"])
-        return cluster_bootstrap(
-            decoded, metric, by=["dtype", *by], support=metric_range(metric), seed=self.config.seed
-        )
+        rows = self.patterns[self.patterns["step"] > 0]
+        rows = rows.assign(entropy_drift=rows["entropy_cached"] - rows["entropy_recomputed"])
+        return cluster_bootstrap(rows, metric, by=["dtype", *by], support=metric_range(metric), seed=self.config.seed)
 
     def by_frequency(self, by: Sequence[str] = ("kind",)) -> pd.DataFrame:
         """Relative drift of K per rotary pair, before (`k`) and after rotation (`rot_k`), over the heads of a kind."""
