@@ -267,7 +267,8 @@ def _measure_rows(
 def _cosine_of_unlike(a: Tensor, b: Tensor) -> Tensor:
     """Cosine distance of rows of very unlike norms, where the form for small drift cancels and the first does not."""
     x, y = (value.double() / _row_scale(value.double(), value.double()) for value in (a, b))
-    return 1.0 - torch.linalg.vecdot(x, y) / (torch.linalg.vector_norm(x, dim=-1) * torch.linalg.vector_norm(y, dim=-1))
+    norms = torch.linalg.vector_norm(x, dim=-1) * torch.linalg.vector_norm(y, dim=-1)
+    return (1.0 - torch.linalg.vecdot(x, y) / norms).clamp_min(0.0)
 
 
 def _to_float64(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:

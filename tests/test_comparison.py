@@ -164,6 +164,14 @@ def test_the_angle_between_rows_of_unlike_size_is_that_of_the_definition(dtype, 
     assert abs(found.cosine_distance - truth["cosine_distance"]) <= max(floor, metric_floor("cosine_distance", 40, 1.0))
 
 
+@pytest.mark.parametrize("factor", [3.0, 1e-5, 7e4])
+def test_parallel_rows_of_unlike_size_have_no_negative_distance(factor):
+    _, b = pair((200, 40), torch.float64, 0.0)
+    distances = compare_rows(b * factor, b)["cosine_distance"]
+    assert (distances >= 0).all()
+    assert (distances <= metric_floor("cosine_distance", 40, 1.0)).all()
+
+
 def test_no_number_is_a_negative_zero():
     a, b = torch.tensor([[0.0, 1.0], [-0.0, 0.0]]), torch.tensor([[-0.0, 1.0], [0.0, -0.0]])
     for rows in (compare_rows(a, b), compare_rows(b, a)):
