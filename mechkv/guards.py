@@ -14,7 +14,7 @@ Each guard is a function that raises `GuardError` (what was got, what was expect
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,8 @@ class GuardLog(Counter[str]):
 def check_model(model: TransformerBridge, dtype: torch.dtype | None, log: GuardLog) -> str:
     """Parameters in `dtype` (None: all in one), eval mode, attention implementation readable; returns the latter."""
     inner = model.original_model
-    dtypes, modes = set(), set()
-    for module in _every_module(inner):
-        modes.add(module.training)
-        dtypes |= {p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point()}
+    modules = every_module(inner)
+    dtypes = {p.dtype for p in every_parameter(modules) if p.is_floating_point()}
     dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point()) if dtype is None else dtype
     if dtypes != {dtype}:
         held = {name: p.dtype for name, p in inner.named_parameters() if p.is_floating_point() and p.dtype != dtype}
@@ -59,7 +57,7 @@ def check_model(model: TransformerBridge, dtype: torch.dtype | None, log: GuardL
             remedy="Load with the dtype you want, or name the dtype the weights have.",
         )
     log["parameters_dtype"] += 1
-    if True in modes:
+    if any([module.training for module in modules]):
         training = [name for name, module in inner.named_modules() if module.training]
         raise GuardError(
             "the model is in training mode",
@@ -80,15 +78,22 @@ def check_model(model: TransformerBridge, dtype: torch.dtype | None, log: GuardL
     return found
 
 
-def _every_module(root: nn.Module) -> Iterator[nn.Module]:
+def every_module(root: nn.Module) -> list[nn.Module]:
     """`root.modules()`, several times faster: it is walked before every run."""
-    seen, waiting = set(), [root]
+    found = {root: None}
+    waiting = [root]
     while waiting:
-        module = waiting.pop()
-        if module not in seen:
-            seen.add(module)
-            waiting += [child for child in module._modules.values() if child is not None]
-            yield module
+        for module in waiting.pop()._modules.values():
+            if module is not None and module not in found:
+                found[module] = None
+                waiting.append(module)
+    return list(found)
+
+
+def every_parameter(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Those that modules hold themselves; a tied one as often as it is held."""
+    held = [module._parameters for module in modules if module._parameters]
+    return [parameter for own in held for parameter in own.values() if parameter is not None]
 
 
 def text_config(model: TransformerBridge) -> Any:

@@ -15,23 +15,21 @@ Controls: every pass runs the cache guards (`guards.check_cache`); a non-finite 
 `NonFiniteError`, which names the first layer and site that is not finite.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformer_lens.hook_points import LensHandle
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv import guards
-from mechkv.cache import KVState, Rows, StateCache, blank_layers
+from mechkv.cache import KVState, StateCache, blank_layers
 from mechkv.errors import InputError
 from mechkv.guards import GuardLog
+from mechkv.hooks import Hooks, Pass
 from mechkv.nonfinite import locate_non_finite
 from mechkv.policies import Forced, Noted, TokenPolicy
-from mechkv.sites import CACHE_SITES, Tap, resolve
 from mechkv.step import At, Intervention, Path, RowsKept, Step
 
 __all__ = ["At", "Intervention", "Path", "PathRunner", "RowsKept", "Step", "decode", "lockstep"]
@@ -59,35 +57,16 @@ class PathRunner:
         self.interventions = tuple(interventions)
         config: Any = model.original_model.config
         self._blank = blank_layers(config)
-        hooks = model.hook_dict
-        self._read = resolve(model, sites, hooks=hooks)
-        self._write = resolve(model, [site for i in self.interventions for site in i.sites], hooks=hooks)
-        self._edits_cache = any(site in CACHE_SITES for i in self.interventions for site in i.sites)
-        if any("logits" in i.sites for i in self.interventions):
-            raise InputError(
-                "logits cannot be patched", got="logits", expected="a site inside the model", remedy="Use 'resid_post'."
-            )
+        self._hooks = Hooks(model, path, sites, self.interventions)
         self._limits = guards.token_limits(model)
-        self._widths = resolve(model, ["pattern"], hooks=hooks)
-        self._order: dict[str, list[tuple[str, int | None]]] = {}
-        for tap in self._read:
-            self._order.setdefault(tap.key, []).append((tap.key, tap.layer))
-        self._handles: list[tuple[Tap, LensHandle]] = []
-        self._now: _Pass | None = None
         self._carried: tuple[KVState, StateCache] | None = None
 
     def __enter__(self) -> "PathRunner":
-        for taps, hook in ((self._write, self._patcher), (self._read, self._reader), (self._widths, self._ruler)):
-            for tap in taps:
-                self._handles.append((tap, tap.hook_point.add_hook(hook(tap))))
+        self._hooks.attach()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for tap, handle in self._handles:
-            handle.hook.remove()
-            if handle in tap.hook_point.fwd_hooks:
-                tap.hook_point.fwd_hooks.remove(handle)
-        self._handles.clear()
+        self._hooks.detach()
 
     def step(self, tokens: Int[Tensor, "pos"], state: KVState, index: int, n_new: int | None = None) -> Step:
         """One pass.
@@ -125,25 +104,26 @@ class PathRunner:
         return self._forward(step.tokens, step.kv_before, step.index, len(step.tokens) - step.n_new)
 
     def _forward(self, tokens: Tensor, start_state: KVState, index: int, n_before: int) -> Step:
-        now = _Pass(index, start_state.n_tokens, n_before, len(tokens), self.rows)
+        now = Pass(index, start_state.n_tokens, n_before, len(tokens), self.rows)
         cache, self._carried = self._cache_of(start_state), None
-        self._now = now
-        try:
-            with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            self._hooks.now = now
+            try:
                 fed = tokens[start_state.n_tokens :]
-                logits = self.model(fed[None], past_key_values=cache, logits_to_keep=1)[0, -1]
-        finally:
-            self._now = None
-        after = cache.state(len(tokens))
-        self._carried = (after, cache) if self.path == "cached" else None
-        guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=now.edited)
+                logits = self.model(fed[None], past_key_values=cache, logits_to_keep=1)[0, -1].clone()
+            finally:
+                self._hooks.now = None
+            after = cache.state(len(tokens))
+            self._carried = (after, cache) if self.path == "cached" else None
+            guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=now.edited)
+            activations = self._hooks.collect(now)
         return Step(
             index=index,
             path=self.path,
             tokens=tokens,
             positions=range(len(tokens) - now.n_kept, len(tokens)),
-            logits=logits.clone(),
-            activations=self._collect(now),
+            logits=logits,
+            activations=activations,
             kv_before=start_state,
             kv=after,
             n_new=len(tokens) - n_before,
@@ -155,126 +135,7 @@ class PathRunner:
             cache = self._carried[1]
             cache.visible.clear()
             return cache
-        return StateCache(self._blank, state, self._edit_cache if self._edits_cache else None)
-
-    # Hooks run some hundred times a step: what they need is worked out before, and each is one function deep.
-
-    def _reader(self, tap: Tap) -> Callable[..., None]:
-        """Keeps a copy of the rows wanted."""
-        place = tap.key, tap.layer
-        axis = tap.pos_axis + 1 if tap.pos_axis >= 0 else tap.pos_axis  # with the batch axis
-
-        def read(tensor: Tensor, *, hook: object) -> None:
-            now = self._now
-            if now is None:
-                return
-            if tensor.shape[axis] != now.n_fed:
-                raise _not_a_row_a_token(tap, tensor, now.n_fed)
-            if now.n_kept < now.n_fed:
-                tensor = tensor.narrow(axis, now.n_fed - now.n_kept, now.n_kept)
-            now.kept[place] = tensor.clone().squeeze_(0)  # of a value made without gradients
-
-        return read
-
-    def _ruler(self, tap: Tap) -> Callable[..., None]:
-        """Notes how many keys attention has."""
-        layer = tap.layer
-        assert layer is not None
-
-        def measure(tensor: Tensor, *, hook: object) -> None:
-            now = self._now
-            if now is not None:
-                now.widths[layer] = tensor.shape[-1]
-
-        return measure
-
-    def _patcher(self, tap: Tap) -> Callable[..., Tensor | None]:
-        """Asks the interventions for another value."""
-
-        def patch(tensor: Tensor, *, hook: object) -> Tensor | None:
-            now = self._now
-            if now is None:
-                return None
-            positions = range(now.n_fed_from, now.n_tokens)
-            new = self._ask(tensor[0], tap.key, tap.layer, positions, now)
-            return None if new is None else new[None]
-
-        return patch
-
-    def _edit_cache(self, layer: int, keys: Rows, values: Rows, first: int) -> tuple[Rows, Rows]:
-        assert self._now is not None
-        positions = range(first, first + keys.shape[1])
-        new_keys = self._ask(keys, "cache_k", layer, positions, self._now)
-        new_values = self._ask(values, "cache_v", layer, positions, self._now)
-        self._now.edited |= new_keys is not None or new_values is not None
-        return keys if new_keys is None else new_keys, values if new_values is None else new_values
-
-    def _ask(self, value: Tensor, site: str, layer: int | None, positions: range, now: "_Pass") -> Tensor | None:
-        at = At(self.path, now.index, site, layer, positions, now.n_before)
-        current: Tensor | None = None
-        for intervention in self.interventions:
-            if site not in intervention.sites:
-                continue
-            given = value if current is None else current
-            version = None if given.is_inference() else given._version
-            new = intervention(given, at)
-            if version is not None and given._version != version:
-                raise InputError(
-                    f"an intervention changed {site} in place",
-                    got=type(intervention).__name__,
-                    expected="a new tensor",
-                    remedy="Clone the value before writing to it: source runs must stay as they were.",
-                )
-            if new is None:
-                continue
-            if (new.shape, new.dtype, new.device) != (value.shape, value.dtype, value.device):
-                raise InputError(
-                    f"an intervention returned another kind of tensor for {site}, layer {layer}",
-                    got=f"{list(new.shape)} {new.dtype} on {new.device}",
-                    expected=f"{list(value.shape)} {value.dtype} on {value.device}",
-                    remedy="Return the same shape, dtype and device; nothing is cast for you.",
-                )
-            current = new
-        return current
-
-    def _collect(self, now: "_Pass") -> dict[str, tuple[Tensor, ...]]:
-        if len(now.kept) < len(self._read):
-            silent = next(tap for tap in self._read if (tap.key, tap.layer) not in now.kept)
-            raise InputError(
-                f"the hook for {silent.key!r} did not fire",
-                got=f"{silent.hook_name} silent in a whole forward pass",
-                expected="a value in every pass",
-                remedy="This family's attention does not fire it, or a set_use_*(True) setter comes first; for K "
-                "after rotation use 'cache_k', which works in every family.",
-            )
-        return {key: tuple([now.kept[place] for place in places]) for key, places in self._order.items()}
-
-
-@dataclass
-class _Pass:
-    """The pass in progress: what hooks write to."""
-
-    index: int
-    n_fed_from: int
-    n_before: int
-    n_tokens: int
-    rows: RowsKept
-
-    def __post_init__(self) -> None:
-        self.n_fed = self.n_tokens - self.n_fed_from
-        self.n_kept = {"new": self.n_tokens - self.n_before, "last": 1, "all": self.n_fed}[self.rows]
-        self.kept: dict[tuple[str, int | None], Tensor] = {}
-        self.widths: dict[int, int] = {}
-        self.edited = False
-
-
-def _not_a_row_a_token(tap: Tap, value: Tensor, n_fed: int) -> InputError:
-    return InputError(
-        f"{tap.key!r} does not hold one row for every token",
-        got=f"{list(value.shape)} where {n_fed} tokens were processed",
-        expected=f"{n_fed} rows along axis {range(value.ndim - 1)[tap.pos_axis] + 1}",
-        remedy="After the last block the model keeps one row: use 'logits', or a hook of ln_final.",
-    )
+        return StateCache(self._blank, state, self._hooks.edit_cache if self._hooks.edits_cache else None)
 
 
 def decode(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 
+from mechkv.guards import every_module, every_parameter
 from mechkv.models import info
 
 _PACKAGES = ("mechkv", "torch", "transformers", "transformer-lens", "numpy", "scipy", "pandas")
@@ -113,7 +114,8 @@ def what_decides_kernels(model: TransformerBridge | None = None) -> dict[str, An
 def weights_sha256(model: TransformerBridge, *, again: bool = False) -> str:
     """SHA-256 over name, dtype, shape and bytes of every distinct parameter, in name order. Read once per model, after
     every change that torch counts or that moves them (not one through `.data[...]`), and `again`: a proof."""
-    stamp = [(p._version, p.data_ptr(), p.dtype, p.device) for p in model.original_model.parameters()]
+    parameters = every_parameter(every_module(model.original_model))
+    stamp = [(p._version, p.data_ptr(), p.dtype, p.device) for p in parameters]
     if again or model not in _HASHES or _HASHES[model][0] != stamp:
         digest = hashlib.sha256()
         for name, value in sorted(model.original_model.named_parameters()):

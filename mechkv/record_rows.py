@@ -131,8 +131,9 @@ class Buffer:
         at, newest = step.index - self.first, len(step.tokens)
         self._logits[at].copy_(step.logits)
         for alike, block in self._blocks:
-            given, room = [step.activations[row.key][row.index] for row in alike], block[:, at]
-            axis = alike[0].pos_axis
+            given, room, axis = step.activations[alike[0].key], block[:, at], alike[0].pos_axis
+            if len(given) != len(alike):
+                given = tuple([given[row.index] for row in alike])
             if alike[0].hidden_key is None:
                 room = room.unsqueeze(axis + 1 if axis >= 0 else axis)
                 _check_planned(alike, given, room.shape[1:])
@@ -154,11 +155,11 @@ def _group(rows: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _put_together(given: Sequence[Tensor], room: Tensor) -> None:
+def _put_together(given: tuple[Tensor, ...], room: Tensor) -> None:
     """`given` into `room`, `[layer, ...]`, in one go for each device that layers are on."""
     devices = {value.device for value in given}
     if len(devices) == 1:
-        room.copy_(torch.stack(list(given)))
+        room.copy_(torch.stack(given))
         return
     for device in devices:
         layers = [layer for layer, value in enumerate(given) if value.device == device]
@@ -167,14 +168,15 @@ def _put_together(given: Sequence[Tensor], room: Tensor) -> None:
 
 def _check_planned(rows: Sequence[Row], given: Sequence[Tensor], shape: torch.Size) -> None:
     dtype = rows[0].dtype
-    for row, value in zip(rows, given, strict=True):
-        if value.shape != shape or value.dtype != dtype:
-            raise InputError(
-                f"{row.name} is not what was planned for",
-                got=f"{list(value.shape)} {value.dtype}",
-                expected=f"{list(shape)} {dtype}",
-                remedy="This family departs from the shapes of mechkv.sites: record it by its full hook name.",
-            )
+    wrong = [i for i, value in enumerate(given) if value.shape != shape or value.dtype != dtype]
+    if wrong:
+        row, value = rows[wrong[0]], given[wrong[0]]
+        raise InputError(
+            f"{row.name} is not what was planned for",
+            got=f"{list(value.shape)} {value.dtype}",
+            expected=f"{list(shape)} {dtype}",
+            remedy="This family departs from the shapes of mechkv.sites: record it by its full hook name.",
+        )
 
 
 def own_state(state: KVState, device: torch.device) -> KVState:

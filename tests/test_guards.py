@@ -10,6 +10,7 @@ from mechkv import guards
 from mechkv.cache import StateCache
 from mechkv.errors import GuardError, InputError, NonFiniteError
 from mechkv.guards import GuardLog
+from mechkv.hooks import Hooks
 from mechkv.models import admit
 from mechkv.paths import PathRunner
 from tests.helpers import FED, Change, run
@@ -62,20 +63,20 @@ def test_another_attention_implementation_is_refused():
 
 def test_attention_that_fires_no_pattern_is_refused(shared_bridge, monkeypatch):
     shared_bridge()  # admitted before the fault
-    monkeypatch.setattr(PathRunner, "_ruler", lambda *args: lambda *args, **kwargs: None)
+    monkeypatch.setattr(Hooks, "_ruler", lambda *args: lambda *args: None)
     with pytest.raises(GuardError, match="attention of layer 0 did not see the cache: got no attention pattern"):
         run(shared_bridge(), "cached", n_steps=0)
 
 
 def test_attention_over_fewer_keys_than_the_cache_holds_is_refused(shared_bridge, monkeypatch):
     def narrow(self, tap):
-        def measure(tensor, *, hook):
-            self._now.widths[tap.layer] = tensor.shape[-1] - (tap.layer == 1 and self._now.index == 1)
+        def measure(module, given, value):
+            self.now.widths[tap.layer] = value.shape[-1] - (tap.layer == 1 and self.now.index == 1)
 
         return measure
 
     shared_bridge()  # admitted before the fault
-    monkeypatch.setattr(PathRunner, "_ruler", narrow)
+    monkeypatch.setattr(Hooks, "_ruler", narrow)
     assert run(shared_bridge(), "cached", n_steps=0)
     with pytest.raises(GuardError, match=r"attention of layer 1 did not see.*got a pattern over 13 keys; expected 14"):
         run(shared_bridge(), "cached", n_steps=1)
