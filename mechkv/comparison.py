@@ -85,6 +85,7 @@ _INT64_MAX = torch.iinfo(torch.int64).max
 _FLOAT_METRICS = ("max_abs", "rel_l2", "rel_linf", "cosine_distance", "signed_mean", "rms")
 _ELEMENTS_AT_ONCE = 2**17
 _FRACTIONS = ("rel_l2", "rel_linf", "cosine_distance")
+_COUNTS = ("nonfinite", "nonfinite_a", "nonfinite_b")
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,11 @@ def compare_rows(
             "row axes", got=dims, expected=f"distinct axes of a {a.ndim}-dimensional tensor", remedy="Pass other axes."
         )
     front = list(range(len(dims)))
-    moved_a, moved_b = a.detach().movedim(dims, front), b.detach().movedim(dims, front)
+    moved_a, moved_b = (value.detach() if dims == front else value.detach().movedim(dims, front) for value in (a, b))
     shape = moved_a.shape[: len(dims)]
     rows = math.prod(shape)
     table = _compare_core(moved_a.reshape(rows, -1), moved_b.reshape(rows, -1))
-    arrays = {name: values.numpy().reshape(shape) for name, values in table.items()}
+    arrays = {name: values.reshape(shape) for name, values in table.items()}
     arrays["max_ulp"] = np.where(arrays["nonfinite"] > 0, np.nan, arrays["max_ulp"].astype(np.float64))
     return arrays
 
@@ -177,27 +178,28 @@ def ulp_distance(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Int[Tens
     return torch.where(a.isnan() | b.isnan(), -1, distance)
 
 
-def _compare_core(a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    """All row metrics of two [row, n] tensors, on the CPU. Undefined metrics are NaN; `max_ulp` then means nothing.
+def _compare_core(a: Tensor, b: Tensor) -> dict[str, np.ndarray]:
+    """All row metrics of two [row, n] tensors. Undefined metrics are NaN; `max_ulp` then means nothing.
 
     The drift profile calls this at every step, often on rows that are bitwise equal: those are not taken to float64.
-    Rows are taken a few at a time, so that float64 copies do not grow with the tensors.
+    Rows are taken a few at a time, so that float64 copies do not grow with the tensors, and what has one number a row
+    is worked out in numpy, where an operation on a few numbers costs a fraction of torch's.
     """
     step = max(1, _ELEMENTS_AT_ONCE // max(1, a.shape[1]))
-    different, crossing, largest = _compare_bits(a, b, step)
-    rest = ((different > 0) | ~largest.isfinite()).nonzero()[:, 0]
+    facts = _compare_bits(a, b, step)
+    rest = np.flatnonzero((facts[0] > 0) | ~np.isfinite(facts[2]))
     if len(rest) == a.shape[0]:
-        return _measure_rows(a, b, different, crossing, largest, step)
-    table = _equal_rows(largest)
+        return _measure_rows(a, b, facts, step)
+    table = _equal_rows(facts[2])
     if len(rest):
-        measured, at = _measure_rows(a[rest], b[rest], different[rest], crossing[rest], largest[rest], step), rest.cpu()
-        for name, values in measured.items():
-            table[name][at] = values
+        at = torch.from_numpy(rest).to(a.device)
+        for name, values in _measure_rows(a[at], b[at], facts[:, rest], step).items():
+            table[name][rest] = values
     return table
 
 
-def _compare_bits(a: Tensor, b: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: elements with different bits, whether any has another sign, the largest absolute value in `b`.
+def _compare_bits(a: Tensor, b: Tensor, step: int) -> np.ndarray:
+    """`[3, row]`: elements with different bits, whether any has another sign, the largest absolute value in `b`.
 
     Comparisons that give integers and in-place operations are several times faster than those that give truth values.
     """
@@ -205,10 +207,12 @@ def _compare_bits(a: Tensor, b: Tensor, step: int) -> tuple[Tensor, Tensor, Tens
     for i in range(0, a.shape[0], step):
         bits_a, bits_b = (value[i : i + step].view(_INTEGER_VIEW[value.dtype]) for value in (a, b))
         xor = bits_a ^ bits_b
-        crossing = xor.amin(-1) < 0
-        parts.append((xor.ne_(0).sum(-1, dtype=torch.int32), crossing, _largest(b[i : i + step])))
-    different, crossing, largest = (torch.cat(part) for part in zip(*parts, strict=True))
-    return different, crossing, largest
+        lowest = xor.amin(-1)
+        different = xor.ne_(0).sum(-1, dtype=torch.int32)
+        parts.append(torch.stack([different.double(), lowest.double(), _largest(b[i : i + step]).double()]))
+    facts = torch.cat(parts, -1).cpu().numpy()
+    facts[1] = facts[1] < 0
+    return facts
 
 
 def _largest(rows: Tensor) -> Tensor:
@@ -216,52 +220,52 @@ def _largest(rows: Tensor) -> Tensor:
     return torch.maximum(rows.amax(-1), -rows.amin(-1)).abs()
 
 
-def _equal_rows(largest: Tensor) -> dict[str, Tensor]:
+def _equal_rows(largest: np.ndarray) -> dict[str, np.ndarray]:
     """The metrics of rows that are bitwise equal and finite: exact zeros, and no fraction of a zero norm."""
-    zero, none = torch.zeros(largest.shape[0], dtype=torch.float64), torch.zeros(largest.shape[0], dtype=torch.int64)
-    fraction = torch.where(largest.cpu() > 0, zero, math.nan)
-    table = {name: (fraction if name in _FRACTIONS else zero).clone() for name in _FLOAT_METRICS}
+    zero, none = np.zeros(len(largest)), np.zeros(len(largest), dtype=np.int64)
+    fraction = np.where(largest > 0, zero, math.nan)
+    table = {name: (fraction if name in _FRACTIONS else zero).copy() for name in _FLOAT_METRICS}
     table |= {"max_ulp": none, "equal_fraction": zero + 1.0, "bitwise_equal": none == 0}
-    return table | {name: none.clone() for name in ("nonfinite", "nonfinite_a", "nonfinite_b")}
+    return table | {name: none.copy() for name in _COUNTS}
 
 
-def _measure_rows(
-    a: Tensor, b: Tensor, different: Tensor, crossing: Tensor, largest: Tensor, step: int
-) -> dict[str, Tensor]:
+def _measure_rows(a: Tensor, b: Tensor, facts: np.ndarray, step: int) -> dict[str, np.ndarray]:
     """`_compare_core` for any rows, given what `_compare_bits` found. Arithmetic in float64 is done in one room: new
     memory costs more than arithmetic."""
-    n_rows, n = a.shape
+    (n_rows, n), (different, crossing, largest) = a.shape, facts
     room = torch.empty(4, min(step, n_rows), n, dtype=torch.float64, device=a.device)
-    sums, ulps, scales = [], [], []
+    sums, ulps = [], []
     for i in range(0, n_rows, step):
         some_a, some_b = a[i : i + step], b[i : i + step]
         x, y, d, product = room[:, : some_a.shape[0]].unbind()
-        scales.append(_to_float64(some_a, some_b, x, y))
+        divided_by = _to_float64(some_a, some_b, x, y)
         torch.sub(x, y, out=d)
         norms = [torch.linalg.vector_norm(v, dim=-1) for v in (x, y, d)]
-        sums.append(torch.stack([*norms, _largest(d), torch.mul(d, y, out=product).sum(-1), d.sum(-1)]))
-        ulps.append(_max_ulp(some_a, some_b, crossing[i : i + step]))
-    norm_a, norm_b, norm_d, max_d, dot, sum_d = torch.cat(sums, -1).unbind()
-    scale = torch.cat(scales)
-    gap = (2.0 * dot + norm_d.square()) / (norm_a + norm_b)
-    cosine = (norm_d.square() - gap.square()).clamp_min(0.0) / (2.0 * norm_a * norm_b)
-    unlike = ((norm_a < norm_b / 2.0) | (norm_a > norm_b * 2.0)).nonzero()[:, 0]
-    if len(unlike):
-        cosine[unlike] = _cosine_of_unlike(a[unlike], b[unlike])
-    columns = [max_d * scale, norm_d / norm_b, max_d / (largest.double() / scale), cosine]
-    columns += [sum_d / n * scale, norm_d / math.sqrt(n) * scale]
+        sums.append(torch.stack([*norms, _largest(d), torch.mul(d, y, out=product).sum(-1), d.sum(-1), *divided_by]))
+        ulps.append(_max_ulp(some_a, some_b, bool(crossing[i : i + step].any())))
     # One transfer from the device for the floats, one for the integers.
-    floats = torch.stack([*columns, norm_a, norm_b]).cpu()
-    counts = torch.stack([different.to(torch.int64), torch.cat(ulps)]).cpu()
-    finite = floats[-2:].isfinite().all(0)
-    bad_a, bad_b, bad = _count_nonfinite(a, b, finite)
-    defined = finite.expand(len(columns), -1).clone()
-    defined[1:4] &= floats[-1] > 0
-    defined[3] &= floats[-2] > 0
-    table = dict(zip(_FLOAT_METRICS, torch.where(defined, floats[:-2], math.nan), strict=True))
-    equal_fraction = 1.0 - counts[0].to(torch.float64) / n
-    table |= {"max_ulp": counts[1], "equal_fraction": equal_fraction, "bitwise_equal": counts[0] == 0}
-    return table | {"nonfinite": bad, "nonfinite_a": bad_a, "nonfinite_b": bad_b}
+    norm_a, norm_b, norm_d, max_d, dot, sum_d, *scales = torch.cat(sums, -1).cpu().numpy()
+    scale = scales[0] if scales else 1.0
+    with np.errstate(all="ignore"):  # undefined values are sorted out below
+        gap = (2.0 * dot + norm_d**2) / (norm_a + norm_b)
+        cosine = np.maximum(norm_d**2 - gap**2, 0.0) / (2.0 * norm_a * norm_b)
+        unlike = np.flatnonzero((norm_a < norm_b / 2.0) | (norm_a > norm_b * 2.0))
+        if len(unlike):
+            at = torch.from_numpy(unlike).to(a.device)
+            cosine[unlike] = _cosine_of_unlike(a[at], b[at]).cpu().numpy()
+        columns = [max_d * scale, norm_d / norm_b, max_d / (largest / scale), cosine]
+        columns += [sum_d / n * scale, norm_d / math.sqrt(n) * scale]
+    finite = np.isfinite(norm_a) & np.isfinite(norm_b)
+    some = finite & (norm_b > 0)
+    defined = [finite, some, some, some & (norm_a > 0), finite, finite]
+    table = {
+        name: np.where(kept, column, math.nan)
+        for name, kept, column in zip(_FLOAT_METRICS, defined, columns, strict=True)
+    }
+    none = [np.zeros(n_rows, dtype=np.int64) for _ in _COUNTS]
+    bad = none if finite.all() else _count_nonfinite(a, b)
+    table |= {"max_ulp": torch.cat(ulps).cpu().numpy(), "equal_fraction": 1.0 - different / n}
+    return table | {"bitwise_equal": different == 0} | dict(zip(_COUNTS, bad, strict=True))
 
 
 def _cosine_of_unlike(a: Tensor, b: Tensor) -> Tensor:
@@ -271,17 +275,17 @@ def _cosine_of_unlike(a: Tensor, b: Tensor) -> Tensor:
     return (1.0 - torch.linalg.vecdot(x, y) / norms).clamp_min(0.0)
 
 
-def _to_float64(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Both tensors in float64 into `x` and `y`; what each row was divided by: 1, but a power of two for float64."""
+def _to_float64(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Both tensors in float64 into `x` and `y`; for float64 also a power of two that each row was divided by."""
     if a.dtype != torch.float64:
         # Two steps are faster than one from the 16-bit dtypes, and as exact.
         x.copy_(a.float())
         y.copy_(b.float())
-        return x.new_ones(x.shape[0])
+        return []
     scale = _row_scale(a, b)
     torch.div(a, scale, out=x)
     torch.div(b, scale, out=y)
-    return scale.squeeze(-1)
+    return [scale.squeeze(-1)]
 
 
 def _row_scale(x: Tensor, y: Tensor) -> Tensor:
@@ -292,13 +296,10 @@ def _row_scale(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
 
 
-def _count_nonfinite(a: Tensor, b: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Non-finite elements per row: in `a`, in `b`, in either. Counted only when a row norm says that there are some."""
-    if bool(finite.all()):
-        zero = torch.zeros(a.shape[0], dtype=torch.int64)
-        return zero, zero, zero
+def _count_nonfinite(a: Tensor, b: Tensor) -> list[np.ndarray]:
+    """Non-finite elements per row: in either, in `a`, in `b`."""
     bad_a, bad_b = ~a.isfinite(), ~b.isfinite()
-    return bad_a.sum(-1).cpu(), bad_b.sum(-1).cpu(), (bad_a | bad_b).sum(-1).cpu()
+    return [bad.sum(-1).cpu().numpy() for bad in (bad_a | bad_b, bad_a, bad_b)]
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -307,15 +308,15 @@ def _bits(values: Tensor) -> Tensor:
     return bits.to(torch.int32) if bits.dtype == torch.int16 else bits
 
 
-def _max_ulp(a: Tensor, b: Tensor, crossing: Tensor) -> Tensor:
-    """Largest ULP distance of each row, int64, without regard to NaN; `crossing`: rows where some sign changes.
+def _max_ulp(a: Tensor, b: Tensor, crossing: bool) -> Tensor:
+    """Largest ULP distance of each row, int64, without regard to NaN; `crossing`: whether some sign changes.
 
     Where signs agree it is the difference of the bit patterns, which cannot overflow; the few other elements go the
     general way.
     """
     bits_a, bits_b = (value.view(_INTEGER_VIEW[value.dtype]) for value in (a, b))
     distance = (bits_a - bits_b).abs_()
-    if not bool(crossing.any()):
+    if not crossing:
         return distance.amax(-1).to(torch.int64)
     row, column = ((bits_a ^ bits_b) < 0).nonzero(as_tuple=True)
     distance[row, column] = 0

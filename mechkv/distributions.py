@@ -214,9 +214,8 @@ def _divergences(z_a: Tensor, z_b: Tensor) -> dict[str, Tensor]:
     """
     dz = z_a - z_b
     max_abs_dz = torch.maximum(dz.amax(-1), -dz.amin(-1)).abs()
-    lse_a, lse_b = torch.logsumexp(z_a, -1, keepdim=True), torch.logsumexp(z_b, -1, keepdim=True)
-    q = (z_b - lse_b).exp_()
-    m = (z_a - lse_a).exp_().add_(q).div_(2.0)
+    (p, lse_a), (q, lse_b) = _softmax(z_a), _softmax(z_b)
+    m = p.add_(q).div_(2.0)
     work = torch.clamp(dz, -_SMALL_SHIFT, _SMALL_SHIFT).expm1_()
     small_shift = torch.log1p(q.mul_(work).sum(-1)).unsqueeze(-1)
     shift = torch.where(max_abs_dz.unsqueeze(-1) <= _SMALL_SHIFT, small_shift, lse_a - lse_b)
@@ -228,6 +227,14 @@ def _divergences(z_a: Tensor, z_b: Tensor) -> dict[str, Tensor]:
     bounded = log_ratio.clamp_(-_SATURATED, _SATURATED)
     entropy = t.mul_(bounded).sub_(bounded.div_(4.0).sinh_().square_().mul_(2.0).log1p_(), alpha=2.0)
     return {"kl": kl, "js": entropy.clamp_min_(0.0).mul_(m).sum(-1) / 2.0, "tv": tv, "max_abs_dz": max_abs_dz}
+
+
+def _softmax(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities, and the logarithm of the sum of exponentials [..., 1]; each exponential is taken once."""
+    largest = z.amax(-1, keepdim=True)
+    p = (z - largest).exp_()
+    total = p.sum(-1, keepdim=True)
+    return p.div_(total), largest + total.log()
 
 
 def _odd_part(log_ratio: Tensor, t: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ Controls in every profile: step 0 (exactly zero), a repeated step (each path aga
 tokens in float32, from the same weights.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,10 +197,12 @@ class _Table:
     ) -> None:
         """Rows of one step, one for each (site, layer), each over `n` elements."""
         room = slice(self._n, self._n + len(places))
-        self._metrics[room] = np.stack([found[name] for name in METRICS], axis=-1)
-        head, kind = (step.index, step.positions[-1]), PROVENANCES.index(provenance)
-        self._numbers[room] = [(*head, layer, n_rows, n) for _, layer in places]
-        self._names[room] = [(_SITES.index(site), kind) for site, _ in places]
+        for column, name in enumerate(METRICS):
+            self._metrics[room, column] = found[name]
+        self._numbers[room] = (step.index, step.positions[-1], 0, n_rows, n)
+        self._numbers[room, _NUMBERS.index("layer")] = [layer for _, layer in places]
+        self._names[room, 0] = [_SITES.index(site) for site, _ in places]
+        self._names[room, 1] = PROVENANCES.index(provenance)
         self._n += len(places)
 
     def frame(self) -> pd.DataFrame:
@@ -231,16 +232,16 @@ def _last_rows(values: Sequence[Float[Tensor, "pos d_model"]]) -> Float[Tensor, 
 
 
 def _alike(kv: KVState) -> list[list[int]]:
-    """Layers whose K and V have one shape, as many together as are compared at once."""
+    """Layers whose K and V have one shape."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for layer, keys in enumerate(kv.keys):
         groups.setdefault(tuple(keys.shape), []).append(layer)
-    some = {shape: max(1, _AT_ONCE // (2 * math.prod(shape))) for shape in groups}
-    return [layers[i : i + some[shape]] for shape, layers in groups.items() for i in range(0, len(layers), some[shape])]
+    return list(groups.values())
 
 
-def _put_kv(table: _Table, cached: Step, recomputed: Step, layers: list[int]) -> None:
-    first, newest = cached.kv.first_position(layers[0]), cached.kv.n_tokens - 1
+def _put_kv(table: _Table, cached: Step, recomputed: Step, alike: list[int]) -> None:
+    """K and V of layers of one shape, by provenance, as many layers together as are compared at once."""
+    first, newest = cached.kv.first_position(alike[0]), cached.kv.n_tokens - 1
     edge = cached.kv.n_prompt
     spans = {
         "prefill": (first, min(edge, newest + 1)),
@@ -249,17 +250,19 @@ def _put_kv(table: _Table, cached: Step, recomputed: Step, layers: list[int]) ->
     }
     if cached.index == 0:
         spans = {"prefill": (first, newest + 1)}
-    places = [(site, layer) for site in CACHE_SITES for layer in layers]
+    n_kv, _, d_head = cached.kv.keys[alike[0]].shape
     for provenance, (start, stop) in spans.items():
         if start >= stop:
             continue
-        parts = [
-            torch.stack([rows[layer][:, start - first : stop - first] for rows in both for layer in layers])
-            for both in ((cached.kv.keys, cached.kv.values), (recomputed.kv.keys, recomputed.kv.values))
-        ]
-        table.put(
-            cached, provenance, places, compare_rows(parts[0], parts[1]), n=parts[0][0].numel(), n_rows=stop - start
-        )
+        n = n_kv * (stop - start) * d_head
+        some = max(1, _AT_ONCE // (2 * n))
+        for layers in (alike[i : i + some] for i in range(0, len(alike), some)):
+            parts = [
+                torch.stack([rows[layer][:, start - first : stop - first] for rows in both for layer in layers])
+                for both in ((cached.kv.keys, cached.kv.values), (recomputed.kv.keys, recomputed.kv.values))
+            ]
+            places = [(site, layer) for site in CACHE_SITES for layer in layers]
+            table.put(cached, provenance, places, compare_rows(parts[0], parts[1]), n=n, n_rows=stop - start)
 
 
 def _logit_row(cached: Step, recomputed: Step) -> dict[str, Any]:
@@ -292,7 +295,7 @@ class _GiveResidual:
 def _split_rows(model: TransformerBridge, cached: Step, recomputed: Step, log: GuardLog) -> Iterator[dict[str, Any]]:
     given = [_GiveResidual(_site(model, recomputed, "resid_pre", log))]
     with PathRunner(model, "cached", sites=("resid_post",), interventions=given, log=log) as runner:
-        mixed = runner.step(cached.tokens, cached.kv_before, cached.index).activations["resid_post"]
+        mixed = runner.blocks(cached.tokens, cached.kv_before, cached.index)["resid_post"]
     ours, theirs = (_site(model, step, "resid_post", log) for step in (cached, recomputed))
     size = ours[0][-1].numel()
     stacks = [_last_rows(values) for values in (mixed, ours, theirs)]

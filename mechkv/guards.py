@@ -57,7 +57,7 @@ def check_model(model: TransformerBridge, dtype: torch.dtype | None, log: GuardL
             remedy="Load with the dtype you want, or name the dtype the weights have.",
         )
     log["parameters_dtype"] += 1
-    if any([module.training for module in modules]):
+    if any(module.training for module in modules):
         training = [name for name, module in inner.named_modules() if module.training]
         raise GuardError(
             "the model is in training mode",

@@ -8,12 +8,15 @@ Cost. Some hundred hooks fire in every pass, between weights that leave nothing 
 is one function deep and does one operation, and what it needs is worked out before the run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformer_lens.hook_points import LensHandle
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.exceptions import StopAtLayerException
 
 from mechkv.cache import Rows
 from mechkv.errors import InputError
@@ -35,6 +38,10 @@ class Pass:
         self.n_fed = n_tokens - n_fed_from
         self.n_kept = {"new": n_tokens - n_before, "last": 1, "all": self.n_fed}[rows]
         self.kept: dict[Place, Tensor] = {}
+        self.last: Tensor | None = None
+        """The value read last, with its writes so far and the rows kept of it."""
+        self.last_writes = -1
+        self.last_rows: Tensor
         self.widths: dict[int, int] = {}
         """Layer -> keys that attention has."""
         self.edited = False
@@ -57,6 +64,7 @@ class Hooks:
         self._read = resolve(model, sites, hooks=points)
         self._write = resolve(model, asked, hooks=points)
         self._widths = resolve(model, ["pattern"], hooks=points)
+        self._end = resolve(model, ["resid_post"], [model.cfg.n_layers - 1], hooks=points)[0].hook_point
         self._order: dict[str, list[Place]] = {}
         for tap in self._read:
             self._order.setdefault(tap.key, []).append((tap.key, tap.layer))
@@ -78,6 +86,20 @@ class Hooks:
                 tap.hook_point.fwd_hooks.remove(handle)
         self._handles.clear()
 
+    @contextmanager
+    def end_with_blocks(self) -> Iterator[None]:
+        """Passes end where the last block does, in the way of TransformerLens' `stop_at_layer`: the model then gives
+        the residual stream in place of logits."""
+
+        def end(module: object, given: object, value: Tensor) -> None:
+            raise StopAtLayerException(value)
+
+        handle = self._end.register_forward_hook(end)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def collect(self, now: Pass) -> dict[str, tuple[Tensor, ...]]:
         """What was kept of a pass that is over: site or hook name -> a value for each layer, without the batch axis.
 
@@ -93,7 +115,7 @@ class Hooks:
                 remedy="This family's attention does not fire it, or a set_use_*(True) setter comes first; for K "
                 "after rotation use 'cache_k', which works in every family.",
             )
-        return {key: tuple([now.kept[place].squeeze_(0) for place in places]) for key, places in self._order.items()}
+        return {key: tuple([now.kept[place] for place in places]) for key, places in self._order.items()}
 
     def edit_cache(self, layer: int, keys: Rows, values: Rows, first: int) -> tuple[Rows, Rows]:
         """Ask interventions for other K and V (`cache.KVEdit`)."""
@@ -105,7 +127,7 @@ class Hooks:
         return keys if new_keys is None else new_keys, values if new_values is None else new_values
 
     def _reader(self, tap: Tap) -> Hook:
-        """Keeps the rows wanted."""
+        """Keeps a copy of the rows wanted."""
         place = tap.key, tap.layer
         axis = tap.pos_axis + 1 if tap.pos_axis >= 0 else tap.pos_axis  # with the batch axis
 
@@ -115,12 +137,17 @@ class Hooks:
                 return
             if value.shape[axis] != now.n_fed:
                 raise _not_a_row_a_token(tap, value, now.n_fed)
-            if now.n_kept == now.n_fed:
-                now.kept[place] = value.clone()
+            writes = -1 if value.is_inference() else value._version
+            if value is now.last and writes == now.last_writes >= 0:
+                rows = now.last_rows  # a block's input is the output of the block before
+            elif now.n_kept == now.n_fed:
+                rows = torch.squeeze_copy(value, 0)
             elif value.is_contiguous():  # else all of it would be copied first
-                now.kept[place] = value.narrow_copy(axis, now.n_fed - now.n_kept, now.n_kept)
+                rows = value.squeeze(0).narrow_copy(tap.pos_axis, now.n_fed - now.n_kept, now.n_kept)
             else:
-                now.kept[place] = value.narrow(axis, now.n_fed - now.n_kept, now.n_kept).clone()
+                rows = value.squeeze(0).narrow(tap.pos_axis, now.n_fed - now.n_kept, now.n_kept).clone()
+            now.kept[place] = now.last_rows = rows
+            now.last, now.last_writes = value, writes
 
         return read
 

@@ -83,51 +83,71 @@ class PathRunner:
             InputError: Tokens of the wrong device, kind or range, or an intervention that returned the wrong shape.
         """
         n_new = len(tokens) - state.n_tokens if n_new is None else n_new
-        self._limits.check(tokens, n_new)
-        guards.check_no_autocast(tokens.device, self.log)
-        n_before = len(tokens) - n_new
-        start_state = state if self.path == "cached" else KVState.empty(state.n_prompt)
-        if self.path == "cached" and state.n_tokens != n_before:
-            raise InputError(
-                "the KV state does not belong to these tokens",
-                got=f"a state of {state.n_tokens} tokens",
-                expected=f"{n_before} tokens before the {n_new} new ones",
-                remedy="Pass the state of the step before.",
-            )
-        step = self._forward(tokens, start_state, index, n_before)
-        if not torch.isfinite(step.logits).all():
+        step = self._step(tokens, self._start(tokens, state, n_new), index, len(tokens) - n_new)
+        # A sum is finite only if all are, and takes a fraction of the time; it can also overflow.
+        if not (torch.isfinite(step.logits.sum()) or torch.isfinite(step.logits).all()):
             raise locate_non_finite(self, step)
         return step
 
+    def blocks(
+        self, tokens: Int[Tensor, "pos"], state: KVState, index: int, n_new: int | None = None
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """`step(...).activations` of a pass that ends with the last block: the model's head, a fifth of a small model,
+        is left out. Guards and errors are those of `step`, but for the logits that there are none of."""
+        n_new = len(tokens) - state.n_tokens if n_new is None else n_new
+        with self._hooks.end_with_blocks():
+            return self._pass(tokens, self._start(tokens, state, n_new), index, len(tokens) - n_new)[0]
+
     def unchecked(self, step: Step) -> Step:
         """The same pass again, whether its logits are finite or not."""
-        return self._forward(step.tokens, step.kv_before, step.index, len(step.tokens) - step.n_new)
+        return self._step(step.tokens, step.kv_before, step.index, len(step.tokens) - step.n_new)
 
-    def _forward(self, tokens: Tensor, start_state: KVState, index: int, n_before: int) -> Step:
-        now = Pass(index, start_state.n_tokens, n_before, len(tokens), self.rows)
-        cache, self._carried = self._cache_of(start_state), None
-        with torch.inference_mode(False), torch.no_grad():
-            self._hooks.now = now
-            try:
-                fed = tokens[start_state.n_tokens :]
-                logits = self.model(fed[None], past_key_values=cache, logits_to_keep=1)[0, -1].clone()
-            finally:
-                self._hooks.now = None
-            after = cache.state(len(tokens))
-            self._carried = (after, cache) if self.path == "cached" else None
-            guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=now.edited)
-            activations = self._hooks.collect(now)
+    def _start(self, tokens: Tensor, state: KVState, n_new: int) -> KVState:
+        """The state that a pass begins with, once it is known that it can."""
+        self._limits.check(tokens, n_new)
+        guards.check_no_autocast(tokens.device, self.log)
+        if self.path == "recomputed":
+            return KVState.empty(state.n_prompt)
+        if state.n_tokens != len(tokens) - n_new:
+            raise InputError(
+                "the KV state does not belong to these tokens",
+                got=f"a state of {state.n_tokens} tokens",
+                expected=f"{len(tokens) - n_new} tokens before the {n_new} new ones",
+                remedy="Pass the state of the step before.",
+            )
+        return state
+
+    def _step(self, tokens: Tensor, start_state: KVState, index: int, n_before: int) -> Step:
+        activations, logits, after, n_kept = self._pass(tokens, start_state, index, n_before)
         return Step(
             index=index,
             path=self.path,
             tokens=tokens,
-            positions=range(len(tokens) - now.n_kept, len(tokens)),
+            positions=range(len(tokens) - n_kept, len(tokens)),
             logits=logits,
             activations=activations,
             kv_before=start_state,
             kv=after,
             n_new=len(tokens) - n_before,
         )
+
+    def _pass(
+        self, tokens: Tensor, start_state: KVState, index: int, n_before: int
+    ) -> tuple[dict[str, tuple[Tensor, ...]], Tensor, KVState, int]:
+        """Activations, the last row of what the model gives, the state after the pass, rows kept."""
+        now = Pass(index, start_state.n_tokens, n_before, len(tokens), self.rows)
+        cache, self._carried = self._cache_of(start_state), None
+        with torch.inference_mode(False), torch.no_grad():
+            self._hooks.now = now
+            try:
+                fed = tokens[start_state.n_tokens :]
+                output = self.model(fed[None], past_key_values=cache, logits_to_keep=1)[0, -1].clone()
+            finally:
+                self._hooks.now = None
+            after = cache.state(len(tokens))
+            self._carried = (after, cache) if self.path == "cached" else None
+            guards.check_cache(start_state, after, cache.visible, now.widths, self.log, edited=now.edited)
+            return self._hooks.collect(now), output, after, now.n_kept
 
     def _cache_of(self, state: KVState) -> StateCache:
         """The cache that gave this state, when it is that of the last pass; else a new one."""

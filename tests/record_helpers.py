@@ -49,8 +49,8 @@ def assert_same(a, b):
 @pytest.fixture
 def count_passes(monkeypatch):
     passes = []
-    original = PathRunner._forward
-    monkeypatch.setattr(PathRunner, "_forward", lambda self, *args: passes.append(args) or original(self, *args))
+    original = PathRunner._step
+    monkeypatch.setattr(PathRunner, "_step", lambda self, *args: passes.append(args) or original(self, *args))
     return passes
 
 

@@ -108,7 +108,9 @@ def test_chunks_of_tokens_give_the_same_last_logits(shared_bridge):
 def test_hooks_attach_once_a_run_and_not_once_a_step(shared_bridge, monkeypatch):
     model, calls = shared_bridge(), []
     original = HookPoint.register_forward_hook
-    monkeypatch.setattr(HookPoint, "register_forward_hook", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    monkeypatch.setattr(
+        HookPoint, "register_forward_hook", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    )
     run(model, "cached", sites=("resid_pre",), n_steps=1)
     once = len(calls)
     run(model, "cached", sites=("resid_pre",), n_steps=7)

@@ -122,14 +122,14 @@ def test_another_run_does_not_continue_this_one(bridges, tmp_path):
 def test_other_bits_do_not_continue_this_run(bridges, tmp_path, monkeypatch):
     model, folder = bridges(), tmp_path / "run"
     half_done(model, folder)
-    original = PathRunner._forward
+    original = PathRunner._step
 
     def other_machine(self, *args):
         step = original(self, *args)
         return replace(step, logits=step.logits * (1 + 2**-20))
 
     with monkeypatch.context() as patch:
-        patch.setattr(PathRunner, "_forward", other_machine)
+        patch.setattr(PathRunner, "_step", other_machine)
         with pytest.raises(StorageError, match="other bits than those stored when step 3"):
             run(model, folder=folder, shard_steps=2)
     assert_same(run(model, folder=folder, shard_steps=2), run(model))
