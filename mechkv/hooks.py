@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformer_lens.conversion_utils.conversion_steps import AttentionAutoConversion
 from transformer_lens.hook_points import LensHandle
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.exceptions import StopAtLayerException
 
 from mechkv.cache import Rows
 from mechkv.errors import InputError
-from mechkv.sites import CACHE_SITES, Tap, resolve
+from mechkv.sites import AXES, CACHE_SITES, Tap, resolve
 from mechkv.step import At, Intervention, Path, RowsKept
 
 Place = tuple[str, int | None]
@@ -206,9 +207,15 @@ class Hooks:
 
 
 def _attach(tap: Tap, ours: Hook) -> LensHandle:
-    """As `HookPoint.add_hook` does and in the same list, without a wrapper where there is nothing to convert."""
+    """As `HookPoint.add_hook` does and in the same list, without a wrapper where there is nothing to convert.
+
+    `AttentionAutoConversion` turns values of four axes, and keeps a note of every value that it is shown: it is not
+    shown those that are known to have three.
+    """
     point: Any = tap.hook_point
-    if point.hook_conversion is not None:
+    conversion = point.hook_conversion
+    idle = isinstance(conversion, AttentionAutoConversion) and AXES.get(tap.key) == "pos d_model"
+    if conversion is not None and not idle:
         return point.add_hook(lambda value, *, hook: ours(hook, (), value))
     handle = LensHandle(point.register_forward_hook(ours), user_hook=ours)
     point.fwd_hooks.append(handle)
