@@ -40,8 +40,8 @@ class Pass:
         self.n_kept = {"new": n_tokens - n_before, "last": 1, "all": self.n_fed}[rows]
         self.kept: dict[Place, Tensor] = {}
         self.last: Tensor | None = None
-        """The value read last, with its writes so far and the rows kept of it."""
-        self.last_writes = -1
+        """The value read last; the axis and the number of writes to it when it was read, and the rows kept of it."""
+        self.last_seen = (0, -1)
         self.last_rows: Tensor
         self.widths: dict[int, int] = {}
         """Layer -> keys that attention has."""
@@ -139,7 +139,7 @@ class Hooks:
             if value.shape[axis] != now.n_fed:
                 raise _not_a_row_a_token(tap, value, now.n_fed)
             writes = -1 if value.is_inference() else value._version
-            if value is now.last and writes == now.last_writes >= 0:
+            if value is now.last and (axis, writes) == now.last_seen and writes >= 0:
                 rows = now.last_rows  # a block's input is the output of the block before
             elif now.n_kept == now.n_fed:
                 rows = torch.squeeze_copy(value, 0)
@@ -148,7 +148,7 @@ class Hooks:
             else:
                 rows = value.squeeze(0).narrow(tap.pos_axis, now.n_fed - now.n_kept, now.n_kept).clone()
             now.kept[place] = now.last_rows = rows
-            now.last, now.last_writes = value, writes
+            now.last, now.last_seen = value, (axis, writes)
 
         return read
 
