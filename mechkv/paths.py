@@ -93,10 +93,12 @@ class PathRunner:
         self, tokens: Int[Tensor, "pos"], state: KVState, index: int, n_new: int | None = None
     ) -> dict[str, tuple[Tensor, ...]]:
         """`step(...).activations` of a pass that ends with the last block: the model's head, a fifth of a small model,
-        is left out. Guards and errors are those of `step`, but for the logits that there are none of."""
+        is left out. Guards and errors are those of `step`."""
         n_new = len(tokens) - state.n_tokens if n_new is None else n_new
         with self._hooks.end_with_blocks():
-            return self._pass(tokens, self._start(tokens, state, n_new), index, len(tokens) - n_new)[0]
+            values, last, *_ = self._pass(tokens, self._start(tokens, state, n_new), index, len(tokens) - n_new)
+        # The whole pass says where it stopped being finite.
+        return values if torch.isfinite(last).all() else dict(self.step(tokens, state, index, n_new).activations)
 
     def unchecked(self, step: Step) -> Step:
         """The same pass again, whether its logits are finite or not."""

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from mechkv.cache import KVState
-from mechkv.errors import GuardError
+from mechkv.errors import GuardError, NonFiniteError
 from mechkv.hooks import Hooks
 from mechkv.paths import PathRunner
 from mechkv.sites import AXES, HOOKS, resolve, supported
-from tests.helpers import FED, n_hooks, run
+from tests.helpers import FED, Change, n_hooks, run
 
 FAMILIES = ("llama-gqa", "mistral-window", "gemma2", "gpt2", "gpt-neox", "phi3")
 RESIDUAL = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -124,5 +124,17 @@ def test_a_pass_that_ends_early_runs_the_guards(shared_bridge, monkeypatch):
     with (
         PathRunner(model, "cached", sites=("resid_post",)) as runner,
         pytest.raises(GuardError, match="did not see the cache"),
+    ):
+        runner.blocks(whole.tokens, first.kv, 1)
+
+
+def test_a_pass_that_ends_early_is_not_finite_aloud(shared_bridge):
+    model = shared_bridge()
+    first, whole = run(model, "cached", n_steps=1)
+    end = model.cfg.n_layers - 1
+    burst = Change("mlp_out", lambda value, at: value * torch.inf if at.layer == end else None)
+    with (
+        PathRunner(model, "cached", sites=("resid_post",), interventions=[burst]) as runner,
+        pytest.raises(NonFiniteError, match=f"mlp_out of layer {end}"),
     ):
         runner.blocks(whole.tokens, first.kv, 1)
