@@ -18,9 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from mechkv.cache import KVState
@@ -79,12 +81,13 @@ def check_model(model: TransformerBridge, dtype: torch.dtype | None, log: GuardL
 
 
 def every_module(root: nn.Module) -> list[nn.Module]:
-    """`root.modules()`, several times faster: it is walked before every run."""
+    """`root.modules()` without hook points, which hold and compute nothing and are most of them: it is walked before
+    every run."""
     found = {root: None}
     waiting = [root]
     while waiting:
         for module in waiting.pop()._modules.values():
-            if module is not None and module not in found:
+            if module is not None and type(module) is not HookPoint and module not in found:
                 found[module] = None
                 waiting.append(module)
     return list(found)
@@ -223,6 +226,26 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a.view(integers), b.view(integers))
 
 
+def same_rows(old: Tensor, new: Tensor, kept: int) -> bool:
+    """Whether the last `kept` rows of `old` are the first of `new`: `same_bits` of the two, both `[n_kv, pos, d_head]`.
+
+    Old rows of all layers are compared at every step. On the CPU, and where the rows of a head lie one after another,
+    their memory is compared as bytes: a read of both, without an operation of torch for each head and layer.
+    """
+    n_kv, held, d_head = old.shape
+    size, first = old.itemsize, held - kept
+    (head, *rows), (other_head, *other_rows) = old.stride(), new.stride()
+    alike = old.dtype == new.dtype and new.shape[::2] == (n_kv, d_head) and kept <= min(held, new.shape[1])
+    if not (alike and old.is_cpu and new.is_cpu and rows == other_rows == [d_head, 1]):
+        return same_bits(old[:, first:], new[:, :kept])
+    start, other_start, n_bytes = old.data_ptr() + first * d_head * size, new.data_ptr(), kept * d_head * size
+    for i in range(n_kv):
+        mine = pyarrow.foreign_buffer(start + i * head * size, n_bytes)
+        if not mine.equals(pyarrow.foreign_buffer(other_start + i * other_head * size, n_bytes)):
+            return False
+    return True
+
+
 def _check_old_rows(before: KVState, after: KVState, layer: int, n_new: int) -> None:
     held, left = before.keys[layer].shape[1], after.keys[layer].shape[1]
     kept = min(held, left - n_new)
@@ -232,7 +255,7 @@ def _check_old_rows(before: KVState, after: KVState, layer: int, n_new: int) -> 
         ("K", before.keys[layer], after.keys[layer]),
         ("V", before.values[layer], after.values[layer]),
     ):
-        if not same_bits(old if kept == held else old[:, held - kept :], new[:, :kept]):
+        if not same_rows(old, new, kept):
             start = after.first_position(layer)
             raise CacheError(
                 f"{name} rows of layer {layer} changed while a new token was processed",

@@ -40,8 +40,8 @@ class Pass:
         self.n_kept = {"new": n_tokens - n_before, "last": 1, "all": self.n_fed}[rows]
         self.kept: dict[Place, Tensor] = {}
         self.last: Tensor | None = None
-        """The value read last; the axis and the number of writes to it when it was read, and the rows kept of it."""
-        self.last_seen = (0, -1)
+        """The value read last; the axis it was read along, the writes to it by then, and the rows kept of it."""
+        self.last_axis, self.last_writes = 0, -1
         self.last_rows: Tensor
         self.widths: dict[int, int] = {}
         """Layer -> keys that attention has."""
@@ -136,10 +136,13 @@ class Hooks:
             now = self.now
             if now is None:
                 return
-            if value.shape[axis] != now.n_fed:
+            if value.size(axis) != now.n_fed:
                 raise _not_a_row_a_token(tap, value, now.n_fed)
-            writes = -1 if value.is_inference() else value._version
-            if value is now.last and (axis, writes) == now.last_seen and writes >= 0:
+            try:
+                writes = value._version
+            except RuntimeError:  # nothing counts the writes to an inference tensor
+                writes = -1
+            if value is now.last and axis == now.last_axis and writes == now.last_writes != -1:
                 rows = now.last_rows  # a block's input is the output of the block before
             elif now.n_kept == now.n_fed:
                 rows = torch.squeeze_copy(value, 0)
@@ -148,7 +151,7 @@ class Hooks:
             else:
                 rows = value.squeeze(0).narrow(tap.pos_axis, now.n_fed - now.n_kept, now.n_kept).clone()
             now.kept[place] = now.last_rows = rows
-            now.last, now.last_seen = value, (axis, writes)
+            now.last, now.last_axis, now.last_writes = value, axis, writes
 
         return read
 

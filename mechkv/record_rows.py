@@ -115,7 +115,7 @@ class Buffer:
         self._logits = torch.empty(n_steps, known.d_vocab, dtype=dtype, device=device)
         self._blocks: list[tuple[list[Row], Tensor]] = []
         for alike in _group(rows):
-            room = torch.empty(len(alike), n_steps, *alike[0].shape, dtype=alike[0].dtype, device=device)
+            room = torch.empty(n_steps, len(alike), *alike[0].shape, dtype=alike[0].dtype, device=device)
             hidden = alike[0].hidden_key
             self._blocks.append((alike, room if hidden is None else room.fill_(hidden)))
         self.states: dict[int, KVState] = {}
@@ -123,7 +123,7 @@ class Buffer:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Name -> `[step, ...]`: the logits and every row."""
-        rows = {row.name: room[i] for alike, room in self._blocks for i, row in enumerate(alike)}
+        rows = {row.name: room[:, i] for alike, room in self._blocks for i, row in enumerate(alike)}
         return {"logits/0": self._logits} | rows
 
     def put(self, step: Step) -> None:
@@ -131,13 +131,11 @@ class Buffer:
         at, newest = step.index - self.first, len(step.tokens)
         self._logits[at].copy_(step.logits)
         for alike, block in self._blocks:
-            given, room, axis = step.activations[alike[0].key], block[:, at], alike[0].pos_axis
+            given, room, axis = step.activations[alike[0].key], block[at], alike[0].pos_axis
             if len(given) != len(alike):
                 given = tuple([given[row.index] for row in alike])
             if alike[0].hidden_key is None:
-                room = room.unsqueeze(axis + 1 if axis >= 0 else axis)
-                _check_planned(alike, given, room.shape[1:])
-                _put_together(given, room)
+                _put_together(alike, given, room.unsqueeze(axis + 1 if axis >= 0 else axis))
                 continue
             for row, value, place in zip(alike, given, room, strict=True):  # windows see fewer keys than other layers
                 place = place[..., newest - value.shape[-1] : newest].unsqueeze(axis)
@@ -155,11 +153,12 @@ def _group(rows: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _put_together(given: tuple[Tensor, ...], room: Tensor) -> None:
+def _put_together(rows: Sequence[Row], given: tuple[Tensor, ...], room: Tensor) -> None:
     """`given` into `room`, `[layer, ...]`, in one go for each device that layers are on."""
+    _check_planned(rows, given, room.shape[1:])
     devices = {value.device for value in given}
-    if len(devices) == 1:
-        room.copy_(torch.stack(given))
+    if devices == {room.device}:
+        torch.stack(given, out=room)
         return
     for device in devices:
         layers = [layer for layer, value in enumerate(given) if value.device == device]

@@ -205,7 +205,6 @@ def record(
     """
     _check_tokens(model, tokens, n_prompt)
     names = _names(model, sites)
-    PathRunner(model, path, sites=names, interventions=interventions)  # refuses what it cannot run
     if shard_steps < 1:
         raise InputError("shard_steps", got=shard_steps, expected="1 or more", remedy=f"The default is {SHARD_STEPS}.")
     rows = plan_rows(model, names, len(tokens))
@@ -214,6 +213,7 @@ def record(
     run = Run(model, tokens, n_prompt, path, names, rows, tuple(interventions), keep_states, n_bytes, progress)
     if folder is None:
         return _in_memory(run, to_device(device))
+    PathRunner(model, path, sites=names, interventions=interventions)  # refuses what it cannot run, before writing
     settings = run.facts(GuardLog()) | {
         "keep_states": keep_states,
         "shard_steps": shard_steps,

@@ -1,6 +1,7 @@
 """Guards: each goes red when its fault is planted, and says what was got, expected and what to do."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -216,6 +217,49 @@ def test_same_bits_means_bits(dtype):
     assert not guards.same_bits(zero, nan)
     assert not guards.same_bits(zero, zero[:1])
     assert not guards.same_bits(zero, zero.to(torch.float64 if dtype != torch.float64 else torch.float32))
+
+
+_LAYOUTS = {
+    "row after row": lambda rows: rows.clone(),
+    "within a longer buffer": lambda rows: torch.cat([rows, rows.flip(1)], 1)[:, : rows.shape[1]],
+    "position first": lambda rows: rows.transpose(0, 1).contiguous().transpose(0, 1),
+    "every other number": lambda rows: torch.stack([rows, rows], -1).flatten(-2)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", [5, 3, 1])
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_one_changed_bit_of_one_old_row_is_found(layout, kept, dtype):
+    """A layer that held 5 rows of 3 heads gets one more; a window lets the first of them go."""
+    torch.manual_seed(0)
+    before = torch.randn(3, 5, 7, dtype=torch.float64).to(dtype)
+    before[0, -1, 0], before[1, -1, 0] = 0.0, float("nan")
+    after = torch.cat([before[:, 5 - kept :], torch.randn(3, 1, 7, dtype=torch.float64).to(dtype)], 1)
+    lay = _LAYOUTS[layout]
+    assert guards.same_rows(lay(before), lay(after), kept)
+    assert guards.same_rows(before, lay(after), kept)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for head, row, place in itertools.product(range(3), range(kept), (0, 6)):
+        for bit in (0, 8 * dtype.itemsize - 1):  # the last bit, and the sign: that of zero and of NaN are among them
+            for rows, at in ((after, row), (before, 5 - kept + row)):
+                flipped = rows.clone()
+                flipped.view(integers)[head, at, place] ^= 1 << bit if bit == 0 else torch.iinfo(integers).min
+                pair = (before, flipped) if rows is after else (flipped, after)
+                assert not guards.same_rows(lay(pair[0]), lay(pair[1]), kept), (head, row, place, bit)
+    others = [before.clone(), after.clone()]
+    others[0][:, : 5 - kept] += 1
+    others[1][:, kept:] += 1
+    assert guards.same_rows(lay(others[0]), lay(others[1]), kept), "rows let go and new rows are not old rows"
+
+
+def test_old_rows_of_another_kind_are_not_the_same():
+    rows = torch.zeros(2, 4, 8)
+    assert guards.same_rows(rows, rows, 4)
+    assert not guards.same_rows(rows, rows.to(torch.int32), 4), "the same bytes"
+    assert not guards.same_rows(rows, torch.zeros(3, 4, 8), 4)
+    assert not guards.same_rows(rows, torch.zeros(2, 4, 16), 4)
+    assert not guards.same_rows(rows, torch.zeros(2, 3, 8), 4), "rows that are not there are not read"
 
 
 def test_infinite_weights_are_found_at_their_layer_and_site():
